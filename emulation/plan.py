@@ -1,0 +1,198 @@
+"""Numerics and Plan: which arithmetic is done, in which order. Kernel, emulator and report obey it.
+
+`Numerics` is what a user may choose. `Plan` is everything that changes a bit, and nothing else: number of warps,
+stages, grid order and batch are not in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from emulation.problem import Problem
+
+
+def _check_choices(obj: Any, what: str) -> None:
+    for name, hint in get_type_hints(type(obj)).items():
+        if get_origin(hint) is Literal and getattr(obj, name) not in get_args(hint):
+            choices = ", ".join(repr(c) for c in get_args(hint))
+            raise ValueError(f"{what}.{name}: got {getattr(obj, name)!r}, must be one of {choices}")
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """The choices of arithmetic that are the user's; every value has an emulator branch and report rows.
+
+    Raises ValueError naming field, value and choices.
+
+    >>> Numerics(reference="row-max", row_sum="unrounded").p
+    'input'
+    """
+
+    #: What is subtracted from a score before exp2, and so what every rescale multiplies by.
+    #: "row-max": the running max (FlashAttention). "power-of-two": that, rounded up to an integer in log2 units,
+    #: so that rescaling rounds nothing. "stale": the max of the row's first visible tile, moved by an exact power
+    #: of two only when a tile's row sum shows that it must be. "lazy": the running max, followed only when it grew
+    #: by more than 8 in log2. "tie-safe": lifted to the next integer in log2 when several scores tie at the max,
+    #: so that no P is exactly 1. "final": the exact max, found in a first pass.
+    reference: Literal["row-max", "power-of-two", "stale", "lazy", "tie-safe", "final"] = "stale"
+    #: "rounded": l sums P as the P V product sees it. "unrounded": l sums P before it is rounded.
+    row_sum: Literal["rounded", "unrounded"] = "rounded"
+    #: Backward: delta = rowsum(dO * O) with O as it was before rounding, or with the rounded O.
+    delta: Literal["full", "rounded"] = "full"
+    #: P (and dS in the backward) rounded to the input format, or carried as a high and a low half.
+    p: Literal["input", "split"] = "input"
+    #: The special function unit, a degree-5 polynomial in FMAs, or a fixed pattern of columns on each.
+    exp2: Literal["hardware", "polynomial", "mixed"] = "hardware"
+    #: Sums carried through the tensor core (which truncates), or each tile from zero and added in fp32.
+    accumulate: Literal["tensor-core", "promoted"] = "tensor-core"
+    #: Format of O and of the gradients.
+    out: Literal["input", "float32"] = "input"
+
+    def __post_init__(self) -> None:
+        _check_choices(self, "numerics")
+
+    @staticmethod
+    def of(value: Numerics | dict[str, Any] | None) -> Numerics:
+        """None is the default; a mapping gives fields by name.
+
+        >>> Numerics.of({"p": "split"}).p
+        'split'
+        """
+        if value is None:
+            return Numerics()
+        if isinstance(value, Numerics):
+            return value
+        if not isinstance(value, dict):
+            raise TypeError(f"numerics: got {type(value).__name__}, must be Numerics, a dict or None")
+        known = [f.name for f in dataclasses.fields(Numerics)]
+        for name in value:
+            if name not in known:
+                raise ValueError(f"numerics: unknown field {name!r}, must be one of {', '.join(known)}")
+        return Numerics(**value)
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """Order of the backward's sums. A kernel holds one tile of keys and walks the tiles of queries."""
+
+    #: Queries per tile: where promoted sums and split products are cut.
+    tile_m: int = 64
+    #: Keys per tile: one product of dS and K from zero, then added to dQ in fp32.
+    tile_n: int = 128
+    #: Order in which the key tiles' products are added to dQ.
+    dq_order: Literal["ascending", "descending"] = "ascending"
+
+    def __post_init__(self) -> None:
+        _check_choices(self, "plan.backward")
+        for name in ("tile_m", "tile_n"):
+            _check_tile(f"plan.backward.{name}", getattr(self, name))
+
+
+def _check_tile(name: str, tile: Any) -> None:
+    if isinstance(tile, bool) or not isinstance(tile, int) or tile < 16 or tile % 16:
+        raise ValueError(f"{name}: got {tile!r}, must be a positive multiple of 16")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The whole arithmetic of one attention, printable and JSON. Made by `default_plan` or `peers.plan_of`.
+
+    Common to all plans: S starts each tile from zero; sums over k run in ascending steps; lane g of a quad owns
+    columns 8 j + 2 g and 8 j + 2 g + 1 of a tile and adds them in ascending order; a wholly masked tile does
+    nothing; c = scale * log2(e), rounded once to fp32.
+    """
+
+    numerics: Numerics = field(default_factory=Numerics)
+    #: Format of q, k, v, and of P unless it is split.
+    format: Literal["float16", "bfloat16", "float32"] = "bfloat16"
+    #: Whose tensor-core rule (`tensor_core.RULES`).
+    arch: str = "sm90"
+    #: Products added at once; None is the architecture's own (16 on sm90; m16n8k8 has 8).
+    step: int | None = None
+    #: Keys per tile, and the direction over them.
+    tile_n: int = 128
+    direction: Literal["right-to-left", "left-to-right"] = "right-to-left"
+    #: x = fma(s, c, -rn(m c)), or rn(rn(s c) - rn(m c)).
+    score: Literal["fused", "unfused"] = "fused"
+    #: Argument of alpha: rn(r_old - r_new) of the references, or rn(rn(m_old - m_new) c) of the maxima.
+    alpha: Literal["references", "maxima"] = "references"
+    #: l: "tile": lane sums of the tile, then fma(l, alpha, sum). "running": fma(l, alpha, p) first, then adds.
+    row_sum_order: Literal["tile", "running"] = "tile"
+    #: Who sums the rounded P: the fp32 lanes, or the tensor core (a column of ones beside V).
+    rounded_sum: Literal["matrix", "lanes"] = "matrix"
+    #: How the four lanes are joined at the end: (l0 + l1) + (l2 + l3), or (l0 + l2) + (l1 + l3).
+    join: Literal["01+23", "02+13"] = "01+23"
+    #: 1 / l: correctly rounded, or rcp.approx.
+    inverse: Literal["ieee", "hardware"] = "ieee"
+    #: LSE: "sum": rn(rn(r + lg2 l) ln2). With w = rn(lg2(l) ln2): "scale": fma(m, scale, w);
+    #: "c ln2": fma(m, rn(c ln2), w); "reference": fma(r, ln2, w).
+    lse: Literal["sum", "scale", "c ln2", "reference"] = "sum"
+    #: "stale" moves the reference when a lane's sum of a tile exceeds 2 ** stale_limit.
+    stale_limit: int = 30
+    #: Format kept between steps. Kernels keep float32; the half formats show what an all-half chain would do.
+    state: Literal["float32", "bfloat16", "float16"] = "float32"
+    backward: BackwardPlan = field(default_factory=BackwardPlan)
+
+    def __post_init__(self) -> None:
+        _check_choices(self, "plan")
+        _check_tile("plan.tile_n", self.tile_n)
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict, the inverse of `from_json`.
+
+        >>> Plan.from_json(Plan(tile_n=64).to_json()).tile_n
+        64
+        """
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any] | str) -> Plan:
+        """A Plan from the dict of `to_json`, or its JSON text. Unknown fields raise ValueError."""
+        fields = dict(json.loads(data)) if isinstance(data, str) else dict(data)
+        known = [f.name for f in dataclasses.fields(Plan)]
+        for name in fields:
+            if name not in known:
+                raise ValueError(f"plan: unknown field {name!r}, must be one of {', '.join(known)}")
+        numerics = Numerics.of(fields.pop("numerics", None))
+        return Plan(
+            numerics=numerics, backward=BackwardPlan(**fields.pop("backward", {})), **fields
+        )
+
+    def __str__(self) -> str:
+        lines = []
+        for name, value in self.to_json().items():
+            if isinstance(value, dict):
+                value = ", ".join(f"{k}={v}" for k, v in value.items())
+            lines.append(f"{name:>14}: {value}")
+        return "\n".join(lines)
+
+
+#: Keys per tile of our Hopper forward, by head dimension: what fits beside Q and two stages of K and V in 227 kB
+#: of shared memory and in the accumulators' registers.
+TILE_N = {64: 128, 128: 128, 192: 96, 256: 80}
+
+
+def default_plan(
+    problem: Problem, numerics: Numerics | dict[str, Any] | None = None, **fields: Any
+) -> Plan:
+    """The Plan of cuflash's Hopper kernels for this problem; `fields` replaces single fields.
+
+    >>> import numpy as np
+    >>> x = np.zeros((16, 200), np.float16)
+    >>> default_plan(Problem.of(x, x, x)).tile_n
+    80
+    """
+    width = max(problem.d, problem.d_v)
+    tile_n = next(tile for d, tile in TILE_N.items() if width <= d)
+    # In fp16, P must stay below 65504; elsewhere 2^30 keeps lg2(l), and so LSE, accurate to 1.3e-6.
+    limit = 14 if problem.dtype == "float16" else 30
+    plan = Plan(
+        numerics=Numerics.of(numerics),
+        format=problem.dtype,  # type: ignore[arg-type]  # checked by Problem
+        tile_n=tile_n,
+        stale_limit=limit,
+    )
+    return dataclasses.replace(plan, **fields)

@@ -1,0 +1,81 @@
+"""The report as Markdown that also reads well as plain text in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from emulation.report import text
+
+if TYPE_CHECKING:
+    from emulation.attribution import Attribution
+
+_HEAD = ("source", "group", "rms", "max", "mean (bias)", "share before the cast", "share")
+_SPECIAL = str.maketrans({c: "\\" + c for c in "\\|<>`*_[]"})
+
+
+def _cell(value: str) -> str:
+    return value.translate(_SPECIAL)
+
+
+def _table(head: tuple[str, ...], lines: list[list[str]], left: int) -> list[str]:
+    """Pipe table, padded; the first `left` columns flush left, figures flush right."""
+    widths = [max(len(line[i]) for line in [list(head), *lines]) for i in range(len(head))]
+    rule = [("-" * w if i < left else "-" * (w - 1) + ":") for i, w in enumerate(widths)]
+    padded = [
+        [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(x, widths, strict=True))]
+        for x in [list(head), rule, *lines]
+    ]
+    return ["| " + " | ".join(line) + " |" for line in padded]
+
+
+def _lines(rows: list[text.Row]) -> list[list[str]]:
+    lines = []
+    for row in rows:
+        name = _cell(row.name)
+        name = name if row.kind == "source" else f"**{name}**"
+        group = _cell(row.group) if row.kind == "source" else ""
+        figures = [text.number(row.rms), text.number(row.max), text.number(row.mean)]
+        lines.append([name, group, *figures, text.percent(row.before), text.percent(row.share)])
+    return lines
+
+
+def to_markdown(
+    attribution: Attribution, *, source: str | None = None, options: Mapping[str, Any] | None = None
+) -> str:
+    """Headline, the table of sources, the groups of the other outputs, and the notes.
+
+    Shares are of the whole error; "before the cast" are shares of the error that the result had before it was
+    rounded to the output format. Ends with a newline.
+    """
+    parts = text.parts_of(attribution)
+    out: list[str] = [
+        f"# Error of {_cell(text.printable(attribution.algorithm))} attention in {attribution.dtype}",
+        "",
+        text.headline(attribution),
+        "",
+    ]
+    if source is not None:
+        out += [f"Input: {_cell(text.printable(source))}", ""]
+    if options:
+        out += ["Options: " + ", ".join(f"{n} {_cell(v)}" for n, v in text.flatten(options)), ""]
+    for name, part in parts.items():
+        main = part is attribution
+        stats = text.Statistics.of(part.error)
+        shape = " × ".join(str(n) for n in part.error.shape)
+        out += [
+            f"## {_cell(text.printable(name))}",
+            "",
+            f"{shape} values; rms error {text.number(stats.rms)}, largest {text.number(stats.max)}, "
+            f"mean {text.number(stats.mean)} ± {text.number(stats.stderr)}; "
+            f"oracle radius {text.number(float(part.oracle_radius))}",
+            "",
+        ]
+        head = _HEAD if main else ("group", "", *_HEAD[2:])
+        table = _lines(text.rows(part, sources=main))
+        if not main:
+            head, table = (head[0], *head[2:]), [[line[0], *line[2:]] for line in table]
+        out += [*_table(head, table, 2 if main else 1), ""]
+        notes = [f"- {_cell(text.printable(note))}" for note in part.notes]
+        out += [*notes, ""] if notes else []
+    return "\n".join(out)
