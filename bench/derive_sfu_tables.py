@@ -1,17 +1,19 @@
-"""Derive the tables of `emulation.sfu` from recorded outputs of ex2, rcp and lg2 over all 2^23 mantissas.
+"""Derive the tables of `emulation.sfu` from recorded outputs over all 2^23 mantissas.
 
     python bench/derive_sfu_tables.py [GOLDEN_DIR]        (default: tests/golden)
 
-Every output bounds (A << s) +- B r +- C sq(r) + const on both sides, so the three integers of a slice are a small
-integer fit: for given B and C, A must lie in an interval. C and B are searched around their least-squares values on
-the few points that bind, and those are found by adding the worst violated points until none is left. Nothing is
-written unless all recorded values are reproduced.
+Every output bounds (A << s) +- B r +- C sq(r) + const on both sides, so the three integers of a
+slice are a small integer fit: for given B and C, A must lie in an interval. C and B are searched
+around their least-squares values on the few points that bind, and those are found by adding the
+worst violated points until none is left. Nothing is written unless all recorded values are
+reproduced.
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,14 +26,18 @@ MANTISSAS = np.arange(1 << 23, dtype=np.int64)
 FRACTIONS = 1.0 + MANTISSAS * 2.0**-23
 
 
-def add_ulps(reference: NDArray[np.float64], ulps: NDArray[np.int8]) -> NDArray[np.float32]:
+def add_ulps(reference: NDArray[np.floating[Any]], ulps: NDArray[np.int8]) -> NDArray[np.float32]:
     """float32(reference) moved by recorded differences in units in the last place."""
     bits = reference.astype(np.float32).view(np.int32) + ulps
     return np.asarray(bits, np.int32).view(np.float32)
 
 
 def recorded(directory: Path) -> dict[str, NDArray[np.float32]]:
-    """The outputs: ex2 over [1, 2) and -(0.5 + m 2^-24), rcp over [1, 2), lg2 over [2^e, 2^(e + 1)), e = -1, 0, 1."""
+    """The outputs in the order of the mantissa m.
+
+    ex2 over [1, 2) and over -(0.5 + m 2^-24), rcp over [1, 2), lg2 over [2^e, 2^(e + 1)), e = -1,
+    0, 1.
+    """
     out = {}
     with np.load(directory / "ex2_h200.npz") as data:
         out["ex2"] = add_ulps(np.exp2(FRACTIONS), data["pos_1_2"])
@@ -72,11 +78,15 @@ def fit_slice(r: Int, low: Int, high: Int, u: sfu.Unit) -> tuple[int, int, int]:
     lo = (low << u.drop) - u.const  # of (A << shift) + b_sign B r + c_factor C square
     hi = (high + 1 << u.drop) - 1 - u.const
     known = np.flatnonzero(np.abs(low) < 1 << 61)
-    columns = np.stack([np.full(len(r), 1 << u.shift), u.b_sign * r, u.c_factor * square], 1).astype(np.float64)
+    columns = np.stack(
+        [np.full(len(r), 1 << u.shift), u.b_sign * r, u.c_factor * square], 1
+    ).astype(np.float64)
     middle = (lo[known] + hi[known]) / 2
     guess = np.rint(np.linalg.lstsq(columns[known], middle, rcond=None)[0]).astype(np.int64)
     chosen = known[np.linspace(0, len(known) - 1, 200).astype(np.int64)]
-    b, c = (g.ravel() for g in np.meshgrid(guess[1] + np.arange(-60, 61), guess[2] + np.arange(-12, 13)))
+    b, c = (
+        g.ravel() for g in np.meshgrid(guess[1] + np.arange(-60, 61), guess[2] + np.arange(-12, 13))
+    )
     order = np.lexsort((b, c))
     b, c = b[order], c[order]
     while True:
@@ -112,9 +122,14 @@ def mismatches(data: dict[str, NDArray[np.float32]]) -> dict[str, int]:
     x = FRACTIONS
     made = {
         "ex2": sfu.ex2(x.astype(np.float32), backend="numpy"),
-        "ex2_negative": sfu.ex2((-(0.5 + MANTISSAS * 2.0**-24)).astype(np.float32), backend="numpy"),
+        "ex2_negative": sfu.ex2(
+            (-(0.5 + MANTISSAS * 2.0**-24)).astype(np.float32), backend="numpy"
+        ),
         "rcp": sfu.rcp(x.astype(np.float32), backend="numpy"),
-        **{f"lg2_{e}": sfu.lg2((x * 2.0**e).astype(np.float32), backend="numpy") for e in (-1, 0, 1)},
+        **{
+            f"lg2_{e}": sfu.lg2((x * 2.0**e).astype(np.float32), backend="numpy")
+            for e in (-1, 0, 1)
+        },
     }
     return {k: int((made[k].view(np.uint32) != v.view(np.uint32)).sum()) for k, v in data.items()}
 
@@ -128,7 +143,7 @@ def main() -> None:
     for name, count in wrong.items():
         print(f"{name}: {count} of {1 << 23} values differ")
     for name, t in tables.items():
-        print(f"{name}: {len(t)} slices, largest A, B, C {t.max(0).tolist()}, smallest {t.min(0).tolist()}")
+        print(f"{name}: {len(t)} slices, A, B, C up to {t.max(0).tolist()}")
     if any(wrong.values()):
         raise SystemExit("nothing written")
     np.savez_compressed(OUTPUT, **{name: t.astype(np.int32) for name, t in tables.items()})  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
 """Both backward passes, step by step: P recomputed from LSE (flash), and P stored (standard).
 
-One tile of keys at a time walks all rows: dV and dK of the tile stay in the accumulators of the tensor core over
-all queries (and over the query heads of a GQA group, in ascending order), while the tile's share of dQ is a product
-from zero that is added to dQ in fp32, key tile after key tile.
+One tile of keys at a time walks all rows: dV and dK of the tile stay in the accumulators of the
+tensor core over all queries (and over the query heads of a GQA group, in ascending order), while
+the tile's share of dQ is a product from zero that is added to dQ in fp32, key tile after key tile.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from emulation.flash import (
     resolve_plan,
     row_blocks,
     scores,
+    visible,
 )
 from emulation.machine import Machine, Node
 from emulation.plan import Numerics, Plan
@@ -36,7 +37,9 @@ from emulation.standard import standard_forward, standard_machine, warp_sum
 
 @dataclass(frozen=True)
 class Gradients:
-    """dq (H, N_q, D), dk (H_kv, N_k, D), dv (H_kv, N_k, D_v): one node a head, after and before the output cast."""
+    """dq (H, N_q, D), dk (H_kv, N_k, D), dv (H_kv, N_k, D_v): one node a head, after and before the
+    output cast.
+    """
 
     dq: list[Node]
     dk: list[Node]
@@ -48,19 +51,17 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Saved:
-    """What the forward leaves to the backward, per query head, as nodes of the machine that runs it."""
+    """What the forward leaves to the backward, per query head, as nodes of the machine that runs
+    it.
+    """
 
     lse: Callable[[int], Node]  # (N_q,), 0 where a row saw nothing
     o: Callable[[int], Sequence[Node]]  # parts of O (N_q, D_v) that delta sums
     p: Callable[[int], Node] | None = None  # (N_q, N_k), the stored P
 
 
-def _transposed(m: Machine, x: Node) -> Node:
-    return m.map(x, lambda y: y.T)
-
-
 def delta_sum(m: Machine, do: Node, parts: Sequence[Node]) -> Node:
-    """rowsum(dO * O): FMA chains over chunks of 8 columns, then a tree of halves over the chunks."""
+    """rowsum(dO * O): FMA chains over chunks of 8 columns, then the chunks joined by halves."""
     rows, width = m.value(do).shape
     chunks = 1
     while chunks * 8 < width:
@@ -69,43 +70,49 @@ def delta_sum(m: Machine, do: Node, parts: Sequence[Node]) -> Node:
     def chunked(x: Array) -> Array:
         xp = rounding.namespace(x)
         pad = xp.zeros((rows, chunks * 8 - width), x.dtype)
-        return xp.concatenate([x, pad], axis=1).reshape(rows, chunks, 8)
+        padded: Array = xp.concatenate([x, pad], axis=1)
+        return padded.reshape(rows, chunks, 8)
 
     do = m.map(do, chunked)
     parts = [m.map(part, chunked) for part in parts]
     acc = m.zeros(m.value(do), (rows, chunks))
+    every = slice(None)
     for e in range(8):
         for part in parts:
-            do_e, o_e = (m.map(x, lambda y, e=e: y[:, :, e]) for x in (do, part))
+            do_e, o_e = (m.take(x, (every, every, e)) for x in (do, part))
             acc = m.fma("delta", do_e, o_e, acc)
     while chunks > 1:
         chunks //= 2
-        low = m.map(acc, lambda y, c=chunks: y[:, :c])
-        acc = m.add("delta", low, m.map(acc, lambda y, c=chunks: y[:, c:]))
-    return m.map(acc, lambda y: y[:, 0])
+        low = m.take(acc, (every, slice(chunks)))
+        acc = m.add("delta", low, m.take(acc, (every, slice(chunks, None))))
+    return m.take(acc, (every, 0))
 
 
 def _over_queries(
     m: Machine, plan: Plan, name: str, acc: Node | None, parts: list[Node], b: Node, seen: Array
 ) -> Node:
-    """acc += parts^T b over the rows: parts (R, T), b (R, D). Tiles of queries matter only if promoted or split."""
+    """acc += parts^T b over the rows: parts (R, T), b (R, D). Tiles of queries matter only if
+    promoted or split.
+    """
     rows = seen.shape[0]
     whole = plan.numerics.accumulate == "tensor-core" and len(parts) == 1
     step = rows if whole else plan.backward.tile_m
     for start in range(0, rows, step):
         block = slice(start, min(start + step, rows))
-        b_t = m.map(b, lambda y, r=block: y[r].T)
+        b_t = m.transpose(m.take(b, block))
         promoted = plan.numerics.accumulate == "promoted"
         tile = None if promoted else acc
         for part in parts:
-            part_t = m.map(part, lambda y, r=block: y[r].T)
+            part_t = m.transpose(m.take(part, block))
             tile = m.dot_seen(name, part_t, b_t, tile, seen[block].T)
         acc = m.add(name, acc, tile) if promoted and acc is not None else tile
     return acc
 
 
 def _rows_of(lo: Array, hi: Array, tile: slice, align: int) -> slice:
-    """The rows that see something of a tile of keys, from a multiple of `align` (where k steps are cut)."""
+    """The rows that see something of a tile of keys, from a multiple of `align` (where k steps are
+    cut).
+    """
     touched = np.flatnonzero(np.asarray(((lo < tile.stop) & (hi > tile.start)).tolist(), bool))
     if not len(touched):
         return slice(0, 0)
@@ -136,7 +143,10 @@ def flash_backward(
     q = [m.input(x) for x in problem.q]
     do = [m.input(x) for x in dout]
     lse2 = [m.mul("LSE scaling", saved.lse(h), log2e) for h in range(problem.heads)]
-    delta = [_delta(m, do[h], saved.o(h), None if dlse is None else dlse[h]) for h in range(problem.heads)]
+    delta = [
+        _delta(m, do[h], saved.o(h), None if dlse is None else dlse[h])
+        for h in range(problem.heads)
+    ]
     result = Gradients([], [], [], [], [], [])
 
     for g in range(kv_heads):
@@ -145,7 +155,7 @@ def flash_backward(
         for step, start in enumerate(starts):
             tile = slice(start, min(start + tile_n, n_k))
             k, v = m.input(problem.k[g, tile]), m.input(problem.v[g, tile])
-            k_t = _transposed(m, k)
+            k_t = m.transpose(k)
             dk = m.zeros(lo, (tile.stop - start, problem.d))
             dv = m.zeros(lo, (tile.stop - start, problem.d_v))
             rows = _rows_of(lo, hi, tile, tile_m)
@@ -153,10 +163,10 @@ def flash_backward(
                 if rows.stop == rows.start:
                     continue
                 q_h, do_h, lse_h, delta_h = (
-                    m.map(x, lambda y, r=rows: y[r]) for x in (q[h], do[h], lse2[h], delta[h])
+                    m.take(x, rows) for x in (q[h], do[h], lse2[h], delta[h])
                 )
                 columns = xp.arange(tile.start, tile.stop)
-                seen = (columns >= lo[rows, None]) & (columns < hi[rows, None])
+                seen = visible(columns, lo[rows], hi[rows])
                 s = scores(m, const, q_h, k)
                 x = m.fma("exponent argument", s, const.c, m.map(column(m, lse_h), np.negative))
                 p = m.exp2("exp2", x, seen)
@@ -203,7 +213,7 @@ def _score_gradient(m: Machine, const: Constants, s: Node, p: Node, dp: Node, de
 
 def _added(m: Machine, name: str, acc: Node, share: Node, rows: slice) -> Node:
     """acc[rows] += share."""
-    return m.replace(acc, rows, m.add(name, m.map(acc, lambda y: y[rows]), share))
+    return m.replace(acc, rows, m.add(name, m.take(acc, rows), share))
 
 
 def _stacked(m: Machine, nodes: list[Node], empty: tuple[int, int]) -> Node:
@@ -224,7 +234,9 @@ def standard_backward(
     saved: Saved,
     progress: Progress | None = None,
 ) -> Gradients:
-    """Gradients with the stored P: softmax backward with delta = rowsum(P * dP), then three products."""
+    """Gradients with the stored P: softmax backward with delta = rowsum(P * dP), then three
+    products.
+    """
     if saved.p is None:
         raise ValueError("saved.p: None, must give the stored P")
     const = constants(m, problem)
@@ -240,9 +252,9 @@ def standard_backward(
         for h in range(g * problem.group, (g + 1) * problem.group):
             stored, dq_blocks = saved.p(h), []
             for block in row_blocks(problem.n_q):
-                seen = (columns >= lo[block, None]) & (columns < hi[block, None])
+                seen = visible(columns, lo[block], hi[block])
                 q, do = m.input(problem.q[h, block]), m.input(dout[h, block])
-                p = m.map(stored, lambda y, r=block: y[r])
+                p = m.take(stored, block)
                 dp = m.keep("dP rounding", m.dot("dP accumulation", do, v))
                 delta = warp_sum(m, "delta", m.mul("delta", p, dp))
                 if dlse is not None:
@@ -253,12 +265,10 @@ def standard_backward(
                 ds = m.mul("gradient scaling", ds, scale)
                 ds_half = m.cast("dS rounding", ds, m.fmt)
                 p_half = m.cast("P rounding", p, m.fmt)
-                dq_blocks.append(
-                    m.dot_seen("dQ accumulation", ds_half, _transposed(m, k), None, seen)
-                )
-                p_t, ds_t = _transposed(m, p_half), _transposed(m, ds_half)
-                dv = m.dot_seen("dV accumulation", p_t, _transposed(m, do), dv, seen.T)
-                dk = m.dot_seen("dK accumulation", ds_t, _transposed(m, q), dk, seen.T)
+                dq_blocks.append(m.dot_seen("dQ accumulation", ds_half, m.transpose(k), None, seen))
+                p_t, ds_t = m.transpose(p_half), m.transpose(ds_half)
+                dv = m.dot_seen("dV accumulation", p_t, m.transpose(do), dv, seen.T)
+                dk = m.dot_seen("dK accumulation", ds_t, m.transpose(q), dk, seen.T)
             result.dq_wide.append(_stacked(m, dq_blocks, (0, problem.d)))
             if progress is not None:
                 progress("backward", (h + 1) / problem.heads)
@@ -267,7 +277,8 @@ def standard_backward(
     return _cast_all(m, m.fmt, result)
 
 
-# -- public calls -----------------------------------------------------------------------------------
+# -- public calls
+# -----------------------------------------------------------------------------------
 
 
 def check_dout(problem: Problem, dout: Any, dlse: Any = None) -> tuple[Array, Array | None]:
@@ -290,15 +301,22 @@ def check_dout(problem: Problem, dout: Any, dlse: Any = None) -> tuple[Array, Ar
 
 
 def finite_lse(lse: Array) -> Array:
-    """LSE with 0 for the rows that saw nothing (their P is masked, so the value does not matter)."""
+    """LSE with 0 for rows that saw nothing (their P is masked, so the value does not matter)."""
     xp = rounding.namespace(lse)
-    return xp.where(lse == -np.inf, xp.float32(0), lse)
+    finite: Array = xp.where(lse == -np.inf, xp.float32(0), lse)
+    return finite
 
 
 def delta_parts(plan: Plan, forward: Forward, h: int) -> list[Array]:
-    """What delta sums: the rounded O, and under delta="full" also the remainder that its rounding left."""
+    """What delta sums: the rounded O, and under delta="full" also the remainder that its rounding
+    left.
+    """
     rounded = forward.out[h].astype(np.float32)
-    if plan.numerics.delta == "rounded" or plan.numerics.out == "float32" or plan.format == "float32":
+    if (
+        plan.numerics.delta == "rounded"
+        or plan.numerics.out == "float32"
+        or plan.format == "float32"
+    ):
         return [rounded]
     rest = rounding.cast(rounding.sub(forward.o[h], rounded), plan.format)
     return [rounded, rest]
@@ -335,9 +353,9 @@ def flash_vjp(
 ) -> tuple[Array, Array, Array]:
     """Gradients of `flash`, bit for bit what a kernel with this Plan computes.
 
-    dout (..., N_q, D_v) in q's dtype; dlse (..., N_q) float32, the gradient of LSE, or None. Returns dq, dk, dv in
-    the shapes and dtype of q, k, v (float32 under out="float32"). Rows that see no key have gradient 0. Other
-    arguments, NaN behaviour and errors as in `flash`.
+    dout (..., N_q, D_v) in q's dtype; dlse (..., N_q) float32, the gradient of LSE, or None.
+    Returns dq, dk, dv in the shapes and dtype of q, k, v (float32 under out="float32"). Rows that
+    see no key have gradient 0. Other arguments, NaN behaviour and errors as in `flash`.
 
     Source: FlashAttention-2 (Dao 2023), algorithm 2, with the roundings of `Plan`.
 

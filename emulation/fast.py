@@ -1,11 +1,13 @@
 """The numba path of `rounding`, `tensor_core` and `sfu` for NumPy arrays: same bits, compiled.
 
-Optional: whoever needs it imports it through `rounding.fast_path`. Kernels are single-threaded and release the GIL;
-rows are split over a thread pool, which cannot change a result because no output element is shared.
+Optional: whoever needs it imports it through `rounding.fast_path`. Kernels are single-threaded and
+release the GIL; rows are split over a thread pool, which cannot change a result because no output
+element is shared.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable
@@ -38,12 +40,11 @@ def _split(rows: int, cost: int, task: Callable[[int, int], None]) -> None:
         return
     edges = [rows * i // parts for i in range(parts + 1)]
     with ThreadPoolExecutor(parts) as pool:
-        for done in [pool.submit(task, lo, hi) for lo, hi in zip(edges, edges[1:], strict=False)]:
+        for done in [pool.submit(task, lo, hi) for lo, hi in itertools.pairwise(edges)]:
             done.result()
 
 
-@intrinsic
-def _fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+def _make_fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
     """llvm.fma.f32: one rounding, by instruction or by library call."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -52,8 +53,7 @@ def _fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
     return types.float32(types.float32, types.float32, types.float32), generate
 
 
-@intrinsic
-def _bits32(typingctx: Any, x: Any) -> Any:
+def _make_bits32(typingctx: Any, x: Any) -> Any:
     """float32 to its uint32 pattern."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -62,8 +62,7 @@ def _bits32(typingctx: Any, x: Any) -> Any:
     return types.uint32(types.float32), generate
 
 
-@intrinsic
-def _bits64(typingctx: Any, x: Any) -> Any:
+def _make_bits64(typingctx: Any, x: Any) -> Any:
     """float64 to its int64 pattern."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -72,8 +71,7 @@ def _bits64(typingctx: Any, x: Any) -> Any:
     return types.int64(types.float64), generate
 
 
-@intrinsic
-def _float64(typingctx: Any, x: Any) -> Any:
+def _make_float64(typingctx: Any, x: Any) -> Any:
     """int64 pattern to float64."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -82,10 +80,18 @@ def _float64(typingctx: Any, x: Any) -> Any:
     return types.float64(types.int64), generate
 
 
-# --- elementwise ----------------------------------------------------------------------------------------------
+_fma: Any = intrinsic(_make_fma)
+_bits32: Any = intrinsic(_make_bits32)
+_bits64: Any = intrinsic(_make_bits64)
+_float64: Any = intrinsic(_make_float64)
 
 
-def _elementwise(kernel: Callable[..., None], shape: tuple[int, ...], inputs: list[Any], *rest: Any) -> Any:
+# --- elementwise ----------------------------------------------------------------------------------
+
+
+def _elementwise(
+    kernel: Callable[..., None], shape: tuple[int, ...], inputs: list[Any], *rest: Any
+) -> Any:
     """kernel(*inputs, out, *rest) over flat float32 arrays."""
     flat = [np.ascontiguousarray(np.broadcast_to(x, shape), np.float32).reshape(-1) for x in inputs]
     out = np.empty(math.prod(shape), np.float32)
@@ -108,7 +114,9 @@ def fma(a: Any, b: Any, c: Any) -> Any:
 def _cast_kernel(x: Any, out: Any) -> None:
     for i in range(x.size):
         bits = x[i]
-        rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
+        rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(
+            0xFFFF0000
+        )
         nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
         out[i] = (bits | np.uint32(0x7FFF0000)) if nan else rounded
 
@@ -131,7 +139,7 @@ def _ex2_kernel(x: Any, out: Any, table: Any, squares: Any) -> None:
     for i in range(x.size):
         bits = np.int64(inputs[i])
         negative, field, mantissa = bits >> 31, (bits >> 23) & 0xFF, bits & 0x7FFFFF
-        shift = min(max(field - 127, -25), 8)
+        shift: Any = min(max(field - 127, -25), 8)
         fixed = mantissa | 0x800000 if field else np.int64(0)
         fixed = fixed << shift if shift >= 0 else fixed >> -shift
         whole = fixed & 0x7FFFFF == 0
@@ -163,7 +171,9 @@ def _rcp_kernel(x: Any, out: Any, table: Any, squares: Any) -> None:
         bits = np.int64(inputs[i])
         negative, field, mantissa = bits >> 31, (bits >> 23) & 0xFF, bits & 0x7FFFFF
         s, r = mantissa >> 16, mantissa & 0xFFFF
-        value = ((table[s, 0] << 13) - table[s, 1] * r + table[s, 2] * squares[r << 1] + 0x47E7) >> 15
+        value = (
+            (table[s, 0] << 13) - table[s, 1] * r + table[s, 2] * squares[r << 1] + 0x47E7
+        ) >> 15
         exponent = 253 - field
         if value >= 1 << 24:
             exponent, value = exponent + 1, np.int64(0)
@@ -219,7 +229,9 @@ def _polynomial_kernel(x: Any, out: Any, coefficients: Any) -> None:
     patterns = out.view(np.uint32)
     for i in range(x.size):
         value = x[i]
-        clamped = min(max(value, np.float32(-127)), np.float32(128)) if value == value else np.float32(0)
+        clamped = (
+            min(max(value, np.float32(-127)), np.float32(128)) if value == value else np.float32(0)
+        )
         n = np.floor(clamped)
         f = np.float32(clamped - n)
         p = coefficients[0]
@@ -237,7 +249,7 @@ def ex2_polynomial(x: Any, coefficients: Any) -> Any:
     return _elementwise(_polynomial_kernel, np.shape(x), [x], coefficients)
 
 
-# --- products -------------------------------------------------------------------------------------------------
+# --- products -------------------------------------------------------------------------------------
 
 
 @_jit
@@ -256,7 +268,9 @@ def fma_chain(a: Any, b: Any, d: Any, lead: tuple[int, ...]) -> Any:
         bt = np.ascontiguousarray(b2.T)
         rows = np.ascontiguousarray(a2)
         _split(
-            len(rows), bt.size, lambda lo, hi, x=rows, y=bt, z=d2: _chain_kernel(x[lo:hi], y, z[lo:hi])  # type: ignore[misc]
+            len(rows),
+            bt.size,
+            lambda lo, hi, x=rows, y=bt, z=d2: _chain_kernel(x[lo:hi], y, z[lo:hi]),  # type: ignore[misc]
         )
     return d
 
@@ -329,7 +343,7 @@ def _exponents(x: Any, emin: int) -> Any:
 
 
 def mma(a: Any, b: Any, c: Any, lead: tuple[int, ...], s: Step, exact: Callable[..., Any]) -> Any:
-    """See `tensor_core.mma`: float64 operands, float32 accumulator; `exact` is the NumPy path, for NaN and Inf."""
+    """See `tensor_core.mma`; `exact` is the NumPy path, which does the rows with NaN or Inf."""
     m, n = a.shape[-2], b.shape[-2]
     d = np.array(np.broadcast_to(c, (*lead, m, n)), np.float32)
     for a2, b2, d2 in _pages(a, b, d, lead):
@@ -349,5 +363,16 @@ def _mma_page(a: Any, b: Any, d: Any, s: Step) -> None:
     bt = np.ascontiguousarray(np.where(np.isfinite(b), b, 0.0).T)
     ea, ebt = _exponents(a, s.fmt.emin), _exponents(bt, s.fmt.emin)
     emin_c = s.out.emin
-    rest = (s.length, s.fraction_bits, s.zero_exponent, emin_c, s.out.precision, s.out.emin, s.out.max, s.nearest)
-    _split(len(a), bt.size, lambda lo, hi: _mma_kernel(a[lo:hi], ea[lo:hi], bt, ebt, d[lo:hi], *rest))
+    rest = (
+        s.length,
+        s.fraction_bits,
+        s.zero_exponent,
+        emin_c,
+        s.out.precision,
+        s.out.emin,
+        s.out.max,
+        s.nearest,
+    )
+    _split(
+        len(a), bt.size, lambda lo, hi: _mma_kernel(a[lo:hi], ea[lo:hi], bt, ebt, d[lo:hi], *rest)
+    )

@@ -1,7 +1,7 @@
 """Tiled attention under a Plan, step by step: the algorithm of the kernels, one step a line.
 
-Rows are independent: a block of rows walks the tiles of keys together, and a row that sees nothing of a tile comes
-out of it bit for bit as it went in (alpha = 1, P = 0).
+Rows are independent: a block of rows walks the tiles of keys together, and a row that sees nothing
+of a tile comes out of it bit for bit as it went in (alpha = 1, P = 0).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from emulation.problem import Array, Problem, numpy_dtype
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 
-#: Rows that walk the tiles together: enough to keep vector code busy, few enough to skip causal tiles.
+#: Rows that walk the tiles together: enough to keep vector code busy, few enough to skip causal
+#: tiles.
 ROWS = 1024
 #: "lazy" follows the max once it grew by more than this in log2 units (FlashAttention-4).
 LAZY_LIMIT = 8.0
@@ -53,7 +54,9 @@ class Constants:
 
 
 def constants(m: Machine, problem: Problem) -> Constants:
-    """c = scale * log2(e); with a softcap the score becomes tanh(s * scale / softcap), c = softcap * log2(e)."""
+    """c = scale * log2(e); with a softcap the score becomes tanh(s * scale / softcap), c = softcap
+    * log2(e).
+    """
     unit = problem.scale if problem.softcap is None else problem.softcap
     return Constants(
         c=m.constant("score scaling", unit * LOG2E),
@@ -74,13 +77,21 @@ def scores(m: Machine, const: Constants, q: Node, k: Node) -> Node:
     return m.tanh("softcap", m.mul("softcap", s, const.softcap))
 
 
+def visible(columns: Array, lo: Array, hi: Array) -> Array:
+    """(R, T) mask: column inside the row's band."""
+    seen: Array = (columns >= lo[:, None]) & (columns < hi[:, None])
+    return seen
+
+
 def column(m: Machine, x: Node) -> Node:
     """(R,) -> (R, 1)."""
-    return m.map(x, lambda y: y[:, None])
+    return m.take(x, (slice(None), None))
 
 
 def tiles(n_k: int, tile_n: int, direction: str, first: int, last: int) -> Iterator[slice]:
-    """The tiles of keys that [first, last) touches, in the Plan's direction. Tiles are aligned to key 0."""
+    """The tiles of keys that [first, last) touches, in the Plan's direction. Tiles are aligned to
+    key 0.
+    """
     starts = range(first // tile_n * tile_n, last, tile_n)
     for start in reversed(starts) if direction == "right-to-left" else starts:
         yield slice(start, min(start + tile_n, n_k))
@@ -101,7 +112,7 @@ def _follow(
     """The reference of a tile, before any redo."""
     xp = rounding.namespace(seen)
     policy = plan.numerics.reference
-    sees = seen.any(axis=1)
+    sees = xp.any(seen, axis=1)
     started = old.started | sees
     first = started & ~old.started
     if policy == "final" or (policy == "stale" and not bool(first.any())):
@@ -111,6 +122,7 @@ def _follow(
     new_m = m.select(grew, top, old.m)
     new_r = m.mul("exponent argument", new_m, const.c)
     r = m.value(new_r)
+    move: Array
     if policy == "stale":
         move = first
     elif policy == "lazy":
@@ -129,13 +141,16 @@ def _follow(
 
 
 def _alpha(m: Machine, plan: Plan, const: Constants, old: Reference, new: Reference) -> Node | None:
-    """alpha = 2^(r_old - r_new), or None where no row's reference moved and nothing is to be rescaled."""
+    """alpha = 2^(r_old - r_new), or None where no row's reference moved and nothing is to be
+    rescaled.
+    """
     moved = old.started & (m.value(old.r) != m.value(new.r))
     if not bool(moved.any()):
         return None
     if plan.alpha == "maxima":
         x = m.mul("alpha", m.sub("alpha", old.m, new.m), const.c)
-        # Real arithmetic subtracts the references that were used; rounding m c made them differ a little.
+        # Real arithmetic subtracts the references that were used; rounding m c made them differ a
+        # little.
         x = m.linear("alpha", m.value(x), (1.0, old.r), (-1.0, new.r))
     else:
         x = m.sub("alpha", old.r, new.r)
@@ -156,7 +171,9 @@ def _probabilities(
 
 
 def _lanes(m: Machine, p: Node) -> list[Node]:
-    """The entries of a tile in the order in which the four lanes of a quad add them: a list of (R, 4)."""
+    """The entries of a tile in the order in which the four lanes of a quad add them: a list of (R,
+    4).
+    """
     rows, width = m.value(p).shape
     pad = -width % 8
 
@@ -166,9 +183,8 @@ def _lanes(m: Machine, p: Node) -> list[Node]:
         return x.reshape(rows, -1, 4, 2)
 
     p = m.map(p, quads)
-    return [
-        m.map(p, lambda x, j=j, e=e: x[:, j, :, e]) for j in range((width + pad) // 8) for e in (0, 1)
-    ]
+    every = slice(None)
+    return [m.take(p, (every, j, every, e)) for j in range((width + pad) // 8) for e in (0, 1)]
 
 
 def lane_sum(m: Machine, name: str, p: Node) -> Node:
@@ -195,14 +211,16 @@ def _row_sum(m: Machine, plan: Plan, lanes: Node, alpha: Node | None, p: Node) -
 
 def join(m: Machine, plan: Plan, name: str, lanes: Node) -> Node:
     """The four lanes of a quad added in the Plan's order: (R, 4) -> (R,)."""
-    l0, l1, l2, l3 = (m.map(lanes, lambda x, g=g: x[:, g]) for g in range(4))
+    l0, l1, l2, l3 = (m.take(lanes, (slice(None), g)) for g in range(4))
     if plan.join == "02+13":
         l1, l2 = l2, l1
     return m.add(name, m.add(name, l0, l1), m.add(name, l2, l3))
 
 
 def halves(m: Machine, plan: Plan, name: str, x: Node) -> list[Node]:
-    """x as the tensor core takes it: rounded to the input format, or split into a high and a low part."""
+    """x as the tensor core takes it: rounded to the input format, or split into a high and a low
+    part.
+    """
     high = m.cast(name, x, plan.format)
     if plan.numerics.p == "input":
         return [high]
@@ -242,7 +260,7 @@ class Rows:
 def flash_rows(
     m: Machine, plan: Plan, const: Constants, q: Node, k: Array, v: Array, lo: Array, hi: Array
 ) -> Rows:
-    """Attention of a block of rows: q (R, D), k (N_k, D), v (N_k, D_v), band [lo, hi) of each row."""
+    """Attention of a block of rows: q (R, D), k (N_k, D), v (N_k, D_v), band [lo, hi) per row."""
     rows, n_k = m.value(q).shape[0], k.shape[0]
     sees = hi > lo
     first, last = (int(lo[sees].min()), int(hi[sees].max())) if bool(sees.any()) else (0, 0)
@@ -251,7 +269,7 @@ def flash_rows(
 
     def seen_of(tile: slice) -> Array:
         columns = xp.arange(tile.start, tile.stop)
-        return (columns >= lo[:, None]) & (columns < hi[:, None])
+        return visible(columns, lo, hi)
 
     ref = Reference(m.zeros(lo, (rows,)), m.zeros(lo, (rows,)), xp.zeros(rows, bool))
     if plan.numerics.reference == "final":
@@ -274,14 +292,14 @@ def flash_rows(
         parts = halves(m, plan, "P rounding", p)
         if plan.numerics.row_sum == "rounded":
             if plan.rounded_sum == "matrix":
-                ones_t = m.map(ones, lambda y, n=tile.stop - tile.start: y[:, :n])
+                ones_t = m.take(ones, (slice(None), slice(tile.stop - tile.start)))
                 weights = _accumulate(
                     m, plan, ("row sum", "rescale of l"), weights, alpha, parts, ones_t, seen
                 )
             else:
                 p_seen = parts[0] if len(parts) == 1 else m.add("row sum", parts[0], parts[1])
                 rounded_lanes = _row_sum(m, plan, rounded_lanes, alpha, p_seen)
-        v_t = m.map(m.input(v[tile]), lambda y: y.T)
+        v_t = m.transpose(m.input(v[tile]))
         o = _accumulate(m, plan, ("PV accumulation", "rescale of O"), o, alpha, parts, v_t, seen)
 
     started = ref.started
@@ -290,7 +308,7 @@ def flash_rows(
     if plan.numerics.row_sum == "unrounded":
         l_out = l_exact
     elif plan.rounded_sum == "matrix":
-        l_out = m.select(started, m.map(weights, lambda y: y[:, 0]), one)
+        l_out = m.select(started, m.take(weights, (slice(None), 0)), one)
     else:
         l_out = m.select(started, join(m, plan, "row sum", rounded_lanes), one)
     inverse = m.reciprocal("reciprocal", l_out, plan.inverse)
@@ -318,7 +336,9 @@ def _redo(
     m: Machine, plan: Plan, const: Constants, ref: Reference, s: Node, x: Node, p: Node,
     seen: Array,
 ) -> tuple[Reference, Node]:  # fmt: skip
-    """Rows whose tile sum grew too large move their reference up by a whole power of two and redo the tile."""
+    """Rows whose tile sum grew too large move their reference up by a whole power of two and redo
+    the tile.
+    """
     xp = rounding.namespace(seen)
     sums = lane_sum(Machine(), "row sum", m.value(p))
     move = ~(sums <= 2.0**plan.stale_limit).all(axis=1) & seen.any(axis=1)
@@ -382,11 +402,12 @@ def flash(
 ) -> tuple[Array, Array]:
     """Tiled attention, bit for bit what a kernel with this Plan computes.
 
-    q (..., N_q, D), k (..., N_k, D), v (..., N_k, D_v): float16, bfloat16 or float32, 2 to 4 axes; k and v may have
-    fewer heads (GQA). Returns out (..., N_q, D_v), in q's dtype (float32 under out="float32"), and lse (..., N_q),
-    float32, natural logarithm. A row that sees no key has out 0 and lse -inf. NaN and Inf reach only the rows that
-    see them. NumPy or CuPy arrays. plan defaults to cuflash's Hopper plan under `numerics`. Raises TypeError or
-    ValueError naming argument, value and rule.
+    q (..., N_q, D), k (..., N_k, D), v (..., N_k, D_v): float16, bfloat16 or float32, 2 to 4 axes;
+    k and v may have fewer heads (GQA). Returns out (..., N_q, D_v), in q's dtype (float32 under
+    out="float32"), and lse (..., N_q), float32, natural logarithm. A row that sees no key has out 0
+    and lse -inf. NaN and Inf reach only the rows that see them. NumPy or CuPy arrays. plan defaults
+    to cuflash's Hopper plan under `numerics`. Raises TypeError or ValueError naming argument, value
+    and rule.
 
     Source: FlashAttention-2 (Dao 2023), algorithm 1, with the roundings of `Plan`.
 
@@ -426,7 +447,9 @@ def flash_forward(problem: Problem, plan: Plan, progress: Progress | None = None
     for h in range(heads):
         k, v = problem.k[problem.kv_head(h)], problem.v[problem.kv_head(h)]
         for i, block in enumerate(blocks):
-            rows = flash_rows(m, plan, const, m.input(problem.q[h, block]), k, v, lo[block], hi[block])
+            rows = flash_rows(
+                m, plan, const, m.input(problem.q[h, block]), k, v, lo[block], hi[block]
+            )
             out[h, block], o[h, block] = rows.out.astype(dtype), rows.o
             lse[h, block] = xp.where(rows.started, rows.lse, xp.float32(-np.inf))
             if progress is not None:

@@ -1,4 +1,4 @@
-"""Floating-point formats as data: what a format can hold, in six numbers. No arithmetic here (see `rounding`)."""
+"""Floating-point formats as data: what a format can hold, in a few numbers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import numpy as np
 class Format:
     """A binary floating-point format with subnormals.
 
-    A finite value is k * 2^(e - precision + 1) with emin <= e <= emax and |k| < 2^precision. Formats without an
-    infinity (`has_inf` False) keep the largest code for NaN, so their largest finite value is one step lower.
+    A finite value is k * 2^(e - precision + 1) with emin <= e <= emax and |k| < 2^precision.
+    Formats without an infinity (`has_inf` False) keep the largest code for NaN, so their largest
+    finite value is one step lower.
 
     >>> FLOAT16.max, FLOAT16.smallest_normal == 2**-14, E4M3.max
     (65504.0, True, 448.0)

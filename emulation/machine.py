@@ -1,8 +1,9 @@
-"""Machine: executes the steps of an algorithm on arrays, each step rounded as the hardware rounds it.
+"""Machine: executes the steps of an algorithm on arrays, each step rounded as the hardware rounds
+it.
 
-The algorithms are written once, against these methods. Every method that rounds takes the name of its source (see
-sources.py) first; this machine ignores it, and `tracking.TrackingMachine` runs the same steps with errors attached.
-A value is a float32 array holding numbers of the state's format.
+The algorithms are written once, against these methods. Every method that rounds takes the name of
+its source (see sources.py) first; this machine ignores it, and `tracking.TrackingMachine` runs the
+same steps with errors attached. A value is a float32 array holding numbers of the state's format.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ Node = Any  # an array here, a Tracked in the tracking machine
 class Machine:
     """One architecture's arithmetic with one format for everything kept between steps.
 
-    arch and step choose the tensor-core rule, fmt the format of matrix operands ("float32" operands run through
-    correctly rounded fp32 FMA chains, since no tensor core takes them whole), state the format that vector
-    operations round to, exp2 the unit ("hardware", "polynomial", "mixed").
+    arch and step choose the tensor-core rule, fmt the format of matrix operands ("float32" operands
+    run through correctly rounded fp32 FMA chains, since no tensor core takes them whole), state the
+    format that vector operations round to, exp2 the unit ("hardware", "polynomial", "mixed").
     """
 
     def __init__(
@@ -50,6 +51,14 @@ class Machine:
     def map(self, x: Node, f: Callable[[Array], Array]) -> Node:
         """A step that only moves values: slicing, reshaping, transposing, broadcasting."""
         return f(x)
+
+    def transpose(self, x: Node) -> Node:
+        """x^T of a matrix."""
+        return self.map(x, lambda y: y.T)
+
+    def take(self, x: Node, index: Any) -> Node:
+        """x[index], for any NumPy index."""
+        return self.map(x, lambda y: y[index])
 
     def select(self, condition: Array, a: Node, b: Node) -> Node:
         """a where condition, else b."""
@@ -95,7 +104,9 @@ class Machine:
         return rounding.cast(x, fmt)
 
     def dot(self, name: str, a: Node, b: Node, c: Node | None = None) -> Node:
-        """c + a b^T, a (M, K), b (N, K), c (M, N) or None: on the tensor core, or an FMA chain for fp32."""
+        """c + a b^T, a (M, K), b (N, K), c (M, N) or None: on the tensor core, or an FMA chain for
+        fp32.
+        """
         if self.fmt == "float32":
             d = tensor_core.fma_chain(a, b, c)
         else:
@@ -103,9 +114,11 @@ class Machine:
         return self.keep(name, d)
 
     def dot_seen(self, name: str, a: Node, b: Node, c: Node | None, seen: Array) -> Node:
-        """`dot` in which row i of a multiplies only the rows j of b with seen[i, j] (elsewhere a is 0).
+        """`dot` in which row i of a multiplies only the rows j of b with seen[i, j] (elsewhere a is
+        0).
 
-        Differs from `dot` only where b holds NaN or Inf: what a row does not see must not reach it as 0 * NaN.
+        Differs from `dot` only where b holds NaN or Inf: what a row does not see must not reach it
+        as 0 * NaN.
         """
         xp = rounding.namespace(seen)
         bad = ~xp.isfinite(self.value(b)).all(axis=0)
@@ -135,11 +148,15 @@ class Machine:
         return rounding.div(a, b, self.state)
 
     def fma(self, name: str, a: Node, b: Node, c: Node, product: str | None = None) -> Node:
-        """a * b + c, rounded once. `product` names the source where a * b alone would already have rounded."""
+        """a * b + c, rounded once. `product` names the source where a * b alone would already have
+        rounded.
+        """
         return rounding.fma(a, b, c, self.state)
 
     def exp2(self, name: str, x: Node, seen: Array | None = None, column: int = 0) -> Node:
-        """2^x where seen, +0 elsewhere. `column` is x's first column in its tile (the pattern of "mixed")."""
+        """2^x where seen, +0 elsewhere. `column` is x's first column in its tile (the pattern of
+        "mixed").
+        """
         xp = rounding.namespace(x)
         if self.unit == "hardware":
             y = sfu.ex2(x)
@@ -163,12 +180,16 @@ class Machine:
         return rounding.div(np.float32(1), x, self.state)
 
     def tanh(self, name: str, x: Node) -> Node:
-        """tanh(x / (2 log2 e)) for x in log2 units: 1 - 2 / (1 + 2^x), x clamped to [-30, 30] where it is flat."""
+        """tanh(x / (2 log2 e)) for x in log2 units: 1 - 2 / (1 + 2^x), x clamped to [-30, 30] where
+        it is flat.
+        """
         xp = rounding.namespace(x)
         x = xp.minimum(xp.maximum(x, xp.float32(-30)), xp.float32(30))
         r = sfu.rcp(rounding.add(sfu.ex2(x), np.float32(1), "float32"))
         return self.keep(name, rounding.fma(np.float32(-2), r, np.float32(1), "float32"))
 
     def linear(self, name: str, value: Array, *terms: tuple[float, Node]) -> Node:
-        """A value that stands for the real sum of weight * term; whatever it misses is this source's."""
+        """A value that stands for the real sum of weight * term; whatever it misses is this
+        source's.
+        """
         return value

@@ -1,4 +1,5 @@
-"""Other people's attention kernels as Plans, found from their outputs and verified bit for bit on an H200.
+"""Other people's attention kernels as Plans, found from their outputs and verified bit for bit on
+an H200.
 
 Forward only. Versions: fa3-fwd 0.0.3, FlashAttention-2 and cuDNN 9.19 as called by PyTorch 2.11.
 """

@@ -1,7 +1,7 @@
 """Numerics and Plan: which arithmetic is done, in which order. Kernel, emulator and report obey it.
 
-`Numerics` is what a user may choose. `Plan` is everything that changes a bit, and nothing else: number of warps,
-stages, grid order and batch are not in it.
+`Numerics` is what a user may choose. `Plan` is everything that changes a bit, and nothing else:
+number of warps, stages, grid order and batch are not in it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def _check_choices(obj: Any, what: str) -> None:
 
 @dataclass(frozen=True)
 class Numerics:
-    """The choices of arithmetic that are the user's; every value has an emulator branch and report rows.
+    """The choices of arithmetic that are the user's; every value has an emulator branch and report
+    rows.
 
     Raises ValueError naming field, value and choices.
 
@@ -31,12 +32,13 @@ class Numerics:
     'input'
     """
 
-    #: What is subtracted from a score before exp2, and so what every rescale multiplies by.
-    #: "row-max": the running max (FlashAttention). "power-of-two": that, rounded up to an integer in log2 units,
-    #: so that rescaling rounds nothing. "stale": the max of the row's first visible tile, moved by an exact power
-    #: of two only when a tile's row sum shows that it must be. "lazy": the running max, followed only when it grew
-    #: by more than 8 in log2. "tie-safe": lifted to the next integer in log2 when several scores tie at the max,
-    #: so that no P is exactly 1. "final": the exact max, found in a first pass.
+    #: What is subtracted from a score before exp2, and so what every rescale multiplies by. "row-
+    #: max": the running max (FlashAttention). "power-of-two": that, rounded up to an integer in
+    #: log2 units, so that rescaling rounds nothing. "stale": the max of the row's first visible
+    #: tile, moved by an exact power of two only when a tile's row sum shows that it must be.
+    #: "lazy": the running max, followed only when it grew by more than 8 in log2. "tie-safe":
+    #: lifted to the next integer in log2 when several scores tie at the max, so that no P is
+    #: exactly 1. "final": the exact max, found in a first pass.
     reference: Literal["row-max", "power-of-two", "stale", "lazy", "tie-safe", "final"] = "stale"
     #: "rounded": l sums P as the P V product sees it. "unrounded": l sums P before it is rounded.
     row_sum: Literal["rounded", "unrounded"] = "rounded"
@@ -44,9 +46,11 @@ class Numerics:
     delta: Literal["full", "rounded"] = "full"
     #: P (and dS in the backward) rounded to the input format, or carried as a high and a low half.
     p: Literal["input", "split"] = "input"
-    #: The special function unit, a degree-5 polynomial in FMAs, or a fixed pattern of columns on each.
+    #: The special function unit, a degree-5 polynomial in FMAs, or a fixed pattern of columns on
+    #: each.
     exp2: Literal["hardware", "polynomial", "mixed"] = "hardware"
-    #: Sums carried through the tensor core (which truncates), or each tile from zero and added in fp32.
+    #: Sums carried through the tensor core (which truncates), or each tile from zero and added in
+    #: fp32.
     accumulate: Literal["tensor-core", "promoted"] = "tensor-core"
     #: Format of O and of the gradients.
     out: Literal["input", "float32"] = "input"
@@ -66,17 +70,21 @@ class Numerics:
         if isinstance(value, Numerics):
             return value
         if not isinstance(value, dict):
-            raise TypeError(f"numerics: got {type(value).__name__}, must be Numerics, a dict or None")
+            raise TypeError(
+                f"numerics: got {type(value).__name__}, must be Numerics, a dict or None"
+            )
         known = [f.name for f in dataclasses.fields(Numerics)]
         for name in value:
             if name not in known:
-                raise ValueError(f"numerics: unknown field {name!r}, must be one of {', '.join(known)}")
+                raise ValueError(
+                    f"numerics: unknown field {name!r}, must be one of {', '.join(known)}"
+                )
         return Numerics(**value)
 
 
 @dataclass(frozen=True)
 class BackwardPlan:
-    """Order of the backward's sums. A kernel holds one tile of keys and walks the tiles of queries."""
+    """Order of the backward's sums. A kernel holds a tile of keys and walks tiles of queries."""
 
     #: Queries per tile: where promoted sums and split products are cut.
     tile_m: int = 64
@@ -98,11 +106,12 @@ def _check_tile(name: str, tile: Any) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """The whole arithmetic of one attention, printable and JSON. Made by `default_plan` or `peers.plan_of`.
+    """The whole arithmetic of one attention, printable and JSON. Made by `default_plan` or
+    `peers.plan_of`.
 
-    Common to all plans: S starts each tile from zero; sums over k run in ascending steps; lane g of a quad owns
-    columns 8 j + 2 g and 8 j + 2 g + 1 of a tile and adds them in ascending order; a wholly masked tile does
-    nothing; c = scale * log2(e), rounded once to fp32.
+    Common to all plans: S starts each tile from zero; sums over k run in ascending steps; lane g of
+    a quad owns columns 8 j + 2 g and 8 j + 2 g + 1 of a tile and adds them in ascending order; a
+    wholly masked tile does nothing; c = scale * log2(e), rounded once to fp32.
     """
 
     numerics: Numerics = field(default_factory=Numerics)
@@ -117,9 +126,11 @@ class Plan:
     direction: Literal["right-to-left", "left-to-right"] = "right-to-left"
     #: x = fma(s, c, -rn(m c)), or rn(rn(s c) - rn(m c)).
     score: Literal["fused", "unfused"] = "fused"
-    #: Argument of alpha: rn(r_old - r_new) of the references, or rn(rn(m_old - m_new) c) of the maxima.
+    #: Argument of alpha: rn(r_old - r_new) of the references, or rn(rn(m_old - m_new) c) of the
+    #: maxima.
     alpha: Literal["references", "maxima"] = "references"
-    #: l: "tile": lane sums of the tile, then fma(l, alpha, sum). "running": fma(l, alpha, p) first, then adds.
+    #: l: "tile": lane sums of the tile, then fma(l, alpha, sum). "running": fma(l, alpha, p) first,
+    #: then adds.
     row_sum_order: Literal["tile", "running"] = "tile"
     #: Who sums the rounded P: the fp32 lanes, or the tensor core (a column of ones beside V).
     rounded_sum: Literal["matrix", "lanes"] = "matrix"
@@ -132,7 +143,8 @@ class Plan:
     lse: Literal["sum", "scale", "c ln2", "reference"] = "sum"
     #: "stale" moves the reference when a lane's sum of a tile exceeds 2 ** stale_limit.
     stale_limit: int = 30
-    #: Format kept between steps. Kernels keep float32; the half formats show what an all-half chain would do.
+    #: Format kept between steps. Kernels keep float32; the half formats show what an all-half chain
+    #: would do.
     state: Literal["float32", "bfloat16", "float16"] = "float32"
     backward: BackwardPlan = field(default_factory=BackwardPlan)
 
@@ -170,8 +182,8 @@ class Plan:
         return "\n".join(lines)
 
 
-#: Keys per tile of our Hopper forward, by head dimension: what fits beside Q and two stages of K and V in 227 kB
-#: of shared memory and in the accumulators' registers.
+#: Keys per tile of our Hopper forward, by head dimension: what fits beside Q and two stages of K
+#: and V in 227 kB of shared memory and in the accumulators' registers.
 TILE_N = {64: 128, 128: 128, 192: 96, 256: 80}
 
 
@@ -187,8 +199,11 @@ def default_plan(
     """
     width = max(problem.d, problem.d_v)
     tile_n = next(tile for d, tile in TILE_N.items() if width <= d)
-    # In fp16, P must stay below 65504; elsewhere 2^30 keeps lg2(l), and so LSE, accurate to 1.3e-6.
+    # 2^30 keeps lg2(l), and so LSE, accurate to 1.3e-6. In fp16, P must stay below 65504, and where
+    # O itself is kept in fp16, so must the sums.
     limit = 14 if problem.dtype == "float16" else 30
+    if fields.get("state") == "float16":
+        limit = 4
     plan = Plan(
         numerics=Numerics.of(numerics),
         format=problem.dtype,  # type: ignore[arg-type]  # checked by Problem

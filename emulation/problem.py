@@ -1,7 +1,8 @@
-"""Problem: one attention problem, checked once. Every floor above takes its arrays, mask and heads from here.
+"""Problem: one attention problem, checked once. Every floor above takes its arrays, mask and heads
+from here.
 
-Every mask that attention kernels know (causal, window, both alignments) lets query i see one run of keys, the
-band [lo[i], hi[i]); so a mask is two integer vectors and never an N x N array.
+Every mask that attention kernels know (causal, window, both alignments) lets query i see one run of
+keys, the band [lo[i], hi[i]); so a mask is two integer vectors and never an N x N array.
 """
 
 from __future__ import annotations
@@ -44,9 +45,7 @@ def _check_array(name: str, x: Any) -> None:
     if dtype_name(x.dtype) not in DTYPES:
         raise TypeError(f"{name}: dtype {x.dtype}, must be one of {', '.join(DTYPES)}")
     if not 2 <= x.ndim <= 4:
-        raise ValueError(
-            f"{name}: shape {tuple(x.shape)}, must have 2 to 4 axes: (N, D), (H, N, D) or (B, H, N, D)"
-        )
+        raise ValueError(f"{name}: shape {tuple(x.shape)}, must have 2 to 4 axes: ([B,] [H,] N, D)")
 
 
 def _check_number(name: str, x: Any) -> float:
@@ -81,7 +80,9 @@ def check_window(window: Any) -> Window | None:
             sides.append(None)
             continue
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise TypeError(f"window: {side} is {value!r}, must be None (unbounded) or an integer >= 0")
+            raise TypeError(
+                f"window: {side} is {value!r}, must be None (unbounded) or an integer >= 0"
+            )
         if value < 0:
             raise ValueError(f"window: {side} is {value}, must be >= 0 (None is unbounded)")
         sides.append(int(value))
@@ -92,10 +93,10 @@ def check_window(window: Any) -> Window | None:
 class Problem:
     """A checked attention problem, head axes flattened.
 
-    q (H, N_q, D), k (H_kv, N_k, D), v (H_kv, N_k, D_v) keep the caller's dtype; query head h reads key head
-    `kv_head(h)`. `lead` is the shape that was flattened into H, so that outputs can be given it back.
-    Made by `Problem.of`, which raises TypeError or ValueError naming argument, value and rule. Values are not
-    looked at: NaN and Inf pass (see `nonfinite`).
+    q (H, N_q, D), k (H_kv, N_k, D), v (H_kv, N_k, D_v) keep the caller's dtype; query head h reads
+    key head `kv_head(h)`. `lead` is the shape that was flattened into H, so that outputs can be
+    given it back. Made by `Problem.of`, which raises TypeError or ValueError naming argument, value
+    and rule. Values are not looked at: NaN and Inf pass (see `nonfinite`).
     """
 
     q: Array
@@ -139,7 +140,9 @@ class Problem:
             if not 1 <= width <= MAX_HEAD_DIM:
                 raise ValueError(f"{name}: head dimension {width}, must be 1 to {MAX_HEAD_DIM}")
         if k.shape[:-1] != v.shape[:-1]:
-            raise ValueError(f"v: shape {tuple(v.shape)}, must agree with k {tuple(k.shape)} but for the last axis")
+            raise ValueError(
+                f"v: shape {tuple(v.shape)}, must be like k {tuple(k.shape)} but for the last axis"
+            )
         if q.ndim == 4 and q.shape[0] != k.shape[0]:
             raise ValueError(f"k: batch {k.shape[0]}, must be {q.shape[0]} like q")
         if q.ndim >= 3:
@@ -198,9 +201,11 @@ class Problem:
         return head // self.group
 
     def band(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """First visible key and one past the last, per query; lo == hi == 0 where a query sees nothing.
+        """First visible key and one past the last, per query; lo == hi == 0 where a query sees
+        nothing.
 
-        The window counts from the diagonal of the causal alignment (bottom-right when causal is False).
+        The window counts from the diagonal of the causal alignment (bottom-right when causal is
+        False).
 
         >>> x = np.zeros((3, 8), np.float16)
         >>> lo, hi = Problem.of(x, x, x, causal=True, window=(1, None)).band()
@@ -222,7 +227,9 @@ class Problem:
         return np.where(empty, 0, lo), np.where(empty, 0, hi)
 
     def nonfinite(self) -> str | None:
-        """Where the first NaN or Inf stands that some query would see, or None; for callers that refuse them."""
+        """Where the first NaN or Inf stands that some query would see, or None; for callers that
+        refuse them.
+        """
         lo, hi = self.band()
         seen = np.zeros(self.n_k, bool)
         for i in np.flatnonzero(hi > lo) if self.causal or self.window else range(min(1, self.n_q)):

@@ -1,7 +1,8 @@
 """Correct rounding: every elementary operation of the emulator, rounded once.
 
-Values of any format with at most 24 significant bits are held in float32 arrays; the format is an argument.
-`round_scalar` and `scalar` are exact rational arithmetic, to be read; the array functions are tested equal.
+Values of any format with at most 24 significant bits are held in float32 arrays; the format is an
+argument. `round_scalar` and `scalar` are exact rational arithmetic, to be read; the array functions
+are tested equal.
 """
 
 from __future__ import annotations
@@ -25,18 +26,20 @@ MODES = ("nearest-even", "toward-zero")
 def check_subnormals() -> None:
     """Raise RuntimeError when this thread flushes subnormals to zero.
 
-    A library built with -ffast-math sets that CPU flag (FTZ/DAZ) for the whole process when it is loaded; all
-    results here would then be silently wrong.
+    A library built with -ffast-math sets that CPU flag (FTZ/DAZ) for the whole process when it is
+    loaded; all results here would then be silently wrong.
     """
-    for dtype in (np.float32, np.float64):
-        info = np.finfo(dtype)
-        made = np.array([info.tiny], dtype) / dtype(4)  # FTZ would give 0
-        read = made * dtype(2.0**10)  # DAZ would give 0
-        if not (made.view(f"u{made.itemsize}")[0] and read[0] == dtype(float(info.tiny) * 2.0**8)):
+    for name in ("float32", "float64"):
+        tiny = np.array([np.finfo(name).tiny], name)
+        quarter = np.array([0.25], name)
+        with np.errstate(under="ignore"):
+            made = tiny * quarter  # FTZ would give 0
+            read = made / quarter  # DAZ would give 0
+        if made.tobytes() == np.zeros(1, name).tobytes() or read.tobytes() != tiny.tobytes():
             raise RuntimeError(
-                f"the CPU flushes {info.dtype} subnormals to zero (FTZ/DAZ): a library loaded into this process "
-                "was probably built with -ffast-math and changed the floating-point mode; import emulation first "
-                "or without it"
+                f"the CPU flushes {name} subnormals to zero (FTZ/DAZ): a library loaded into "
+                "this process was probably built with -ffast-math and changed the floating-point "
+                "mode; run without it"
             )
 
 
@@ -44,7 +47,7 @@ check_subnormals()
 
 
 def namespace(x: Any) -> Any:
-    """The array module of x: NumPy, or the one its type comes from (CuPy), which is never imported here.
+    """The array module of x: NumPy, or the one its type comes from (CuPy, never imported here).
 
     >>> namespace(np.zeros(1)).__name__
     'numpy'
@@ -60,10 +63,10 @@ def _common(*args: Any) -> Any:
 
 
 def fast_path(xp: Any, backend: Backend = None) -> ModuleType | None:
-    """`emulation.fast` when the arrays are NumPy's, numba is installed and `backend` allows it, else None.
+    """`emulation.fast` for NumPy arrays, if numba is installed and `backend` allows it, else None.
 
-    Raises ValueError for an unknown backend, ImportError when "numba" is asked for and missing, TypeError when it
-    is asked for arrays that are not NumPy's.
+    Raises ValueError for an unknown backend, ImportError when "numba" is asked for and missing,
+    TypeError when it is asked for arrays that are not NumPy's.
     """
     if backend not in (None, "numpy", "numba"):
         raise ValueError(f'backend: got {backend!r}, must be None, "numpy" or "numba"')
@@ -81,7 +84,7 @@ def fast_path(xp: Any, backend: Backend = None) -> ModuleType | None:
         return None
 
 
-# --- scalars, to be read ----------------------------------------------------------------------------------------
+# --- scalars, to be read --------------------------------------------------------------------------
 
 
 def _exponent(x: Fraction) -> int:
@@ -93,10 +96,10 @@ def _exponent(x: Fraction) -> int:
 def round_scalar(x: Fraction | float, fmt: Any = FLOAT32, mode: Mode = "nearest-even") -> float:
     """x rounded once to fmt.
 
-    NaN stays NaN. An infinity stays itself, or NaN where the format has none (E4M3). The sign of zero is kept, and
-    a negative number that rounds to zero gives -0. Overflow: to nearest, a value that would round to the number
-    past the largest finite one gives infinity (NaN without infinities); toward zero, it gives the largest finite.
-    Raises ValueError for an unknown mode.
+    NaN stays NaN. An infinity stays itself, or NaN where the format has none (E4M3). The sign of
+    zero is kept, and a negative number that rounds to zero gives -0. Overflow: to nearest, a value
+    that would round to the number past the largest finite one gives infinity (NaN without
+    infinities); toward zero, it gives the largest finite. Raises ValueError for an unknown mode.
 
     >>> round_scalar(Fraction(1) + Fraction(1, 2**8) + Fraction(1, 2**40), "bfloat16")
     1.0078125
@@ -124,8 +127,8 @@ def round_scalar(x: Fraction | float, fmt: Any = FLOAT32, mode: Mode = "nearest-
 def scalar(op: str, *args: float, fmt: Any = FLOAT32, mode: Mode = "nearest-even") -> float:
     """One operation on float32 values (or narrower), exact, then rounded once to fmt.
 
-    op is "add", "sub", "mul", "div", "sqrt" or "fma" (a * b + c). NaN, infinities and the signs of zeros are those
-    of IEEE 754. Raises ValueError for an unknown op.
+    op is "add", "sub", "mul", "div", "sqrt" or "fma" (a * b + c). NaN, infinities and the signs of
+    zeros are those of IEEE 754. Raises ValueError for an unknown op.
 
     >>> scalar("fma", 1 + 2.0**-12, 1 + 2.0**-12, 2.0**-60) == 1 + 2.0**-11 + 2.0**-23
     True
@@ -133,8 +136,8 @@ def scalar(op: str, *args: float, fmt: Any = FLOAT32, mode: Mode = "nearest-even
     if op not in ("add", "sub", "mul", "div", "sqrt", "fma"):
         raise ValueError(f"op: got {op!r}, must be add, sub, mul, div, sqrt or fma")
     args = tuple(float(x) for x in args)
-    # The same operation in float64 settles what has no rational value: NaN, infinities, and the signs of zeros. No
-    # product or quotient of float32 values leaves the range of float64.
+    # The same operation in float64 settles what has no rational value: NaN, infinities, and the
+    # signs of zeros. No product or quotient of float32 values leaves the range of float64.
     with np.errstate(all="ignore"):
         a, b, c = (np.float64(x) for x in (*args, 0.0, 0.0)[:3])
         shadow = float(
@@ -159,7 +162,9 @@ def scalar(op: str, *args: float, fmt: Any = FLOAT32, mode: Mode = "nearest-even
 
 
 def _sqrt_odd(x: Fraction) -> Fraction:
-    """sqrt(x) with over 100 bits, rounded to odd: on the same side of every shorter number as the root."""
+    """sqrt(x) with over 100 bits, rounded to odd: on the same side of every shorter number as the
+    root.
+    """
     scale = 2**240  # x is a multiple of 2^-149 or coarser, so x * scale^2 is an integer
     n = int(x * scale**2)
     root = math.isqrt(n)
@@ -171,21 +176,22 @@ def _check_mode(mode: str) -> None:
         raise ValueError(f"mode: got {mode!r}, must be one of {', '.join(MODES)}")
 
 
-# --- float32 <-> float64 without arithmetic -------------------------------------------------------------------
+# --- float32 <-> float64 without arithmetic -------------------------------------------------------
 
 
 def widen(x: Any) -> Any:
     """float32 (or float16, bfloat16) array to float64, exact; NaN stays NaN.
 
-    Outside NumPy it goes through integers, because compilers of elementwise GPU kernels are told to flush float32
-    subnormals (-ftz=true), conversions included.
+    Outside NumPy it goes through integers, because compilers of elementwise GPU kernels are told to
+    flush float32 subnormals (-ftz=true), conversions included.
 
     >>> float(widen(np.float32([2.0**-149]))[0]) == 2.0**-149
     True
     """
     xp = namespace(x)
     if xp is np:
-        return np.asarray(x).astype(np.float64)
+        with np.errstate(invalid="ignore"):  # signalling NaNs
+            return np.asarray(x).astype(np.float64)
     if x.dtype != np.float32:  # 16-bit formats: no subnormals of their own are flushed in float64
         return x.astype(np.float64) if x.dtype == np.float16 else widen(_from_bits16(x))
     bits = x.view(np.int32).astype(np.int64)
@@ -203,7 +209,8 @@ def _from_bits16(x: Any) -> Any:
 
 
 def narrow(x: Any) -> Any:
-    """float64 array whose values are float32 values (or NaN) to float32, exact, subnormals included.
+    """float64 array whose values are float32 values (or NaN) to float32, exact, subnormals
+    included.
 
     >>> float(narrow(np.array([2.0**-149]))[0]) == 2.0**-149
     True
@@ -225,21 +232,27 @@ def narrow(x: Any) -> Any:
     return out.astype(np.uint32).view(np.float32)
 
 
-# --- arrays ---------------------------------------------------------------------------------------------------
+# --- arrays ---------------------------------------------------------------------------------------
 
 
 def _ulp(x: Any, f: Format) -> Any:
-    """Spacing of fmt at x, as a float64 power of two; NaN, Inf and overflowing x take the one past the range."""
+    """Spacing of fmt at x, as a float64 power of two; NaN, Inf and overflowing x take the one past
+    the range.
+    """
     xp = namespace(x)
-    power = (x.view(np.int64) & (0x7FF << 52)).view(np.float64)  # 2^exponent; 0 for subnormals of float64
-    return xp.minimum(xp.maximum(power, 2.0**f.emin), 2.0 ** (f.emax + 1)) * 2.0 ** (1 - f.precision)
+    power = (x.view(np.int64) & (0x7FF << 52)).view(
+        np.float64
+    )  # 2^exponent; 0 for subnormals of float64
+    return xp.minimum(xp.maximum(power, 2.0**f.emin), 2.0 ** (f.emax + 1)) * 2.0 ** (
+        1 - f.precision
+    )
 
 
 def round_to(x: Any, fmt: Any = FLOAT32, mode: Mode = "nearest-even") -> Any:
     """float64 array to the values of fmt, in ONE rounding; float32 array of the same shape.
 
-    NaN, infinities, zeros, overflow and errors as `round_scalar`. Going to bfloat16 through float32 would round
-    twice: 1 + 2^-8 + 2^-40 first loses its last bit and then looks like a tie.
+    NaN, infinities, zeros, overflow and errors as `round_scalar`. Going to bfloat16 through float32
+    would round twice: 1 + 2^-8 + 2^-40 first loses its last bit and then looks like a tie.
 
     >>> float(round_to(np.array([1 + 2.0**-8 + 2.0**-40]), "bfloat16")[0])
     1.0078125
@@ -281,8 +294,11 @@ def cast(x: Any, fmt: Any, *, backend: Backend = None) -> Any:
         return fast.cast_bfloat16(x)
     if f == BFLOAT16:
         bits = x.view(np.uint32)
-        # Carry into the kept half decides; a carry out of the mantissa raises the exponent, up to infinity.
-        rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) & np.uint32(0xFFFF0000)
+        # Carry into the kept half decides; a carry out of the mantissa raises the exponent, up to
+        # infinity.
+        with np.errstate(over="ignore"):  # NaNs of a 0-d array may wrap around; overruled below
+            carried = bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))
+        rounded = carried & np.uint32(0xFFFF0000)
         nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
         return xp.where(nan, np.uint32(0x7FFF0000) | bits, rounded).view(np.float32)
     if xp is np and f == FLOAT16:
@@ -294,8 +310,8 @@ def cast(x: Any, fmt: Any, *, backend: Backend = None) -> Any:
 def _to_odd(s: Any, error: Any) -> Any:
     """float64 sum s and the exact error s lost, as the sum rounded to odd instead of to nearest.
 
-    Boldo and Melquiond, IEEE TC 2008: a last bit that is odd whenever something was lost keeps the number off every
-    tie of a narrower format, so the second rounding cannot be fooled.
+    Boldo and Melquiond, IEEE TC 2008: a last bit that is odd whenever something was lost keeps the
+    number off every tie of a narrower format, so the second rounding cannot be fooled.
     """
     xp = namespace(s)
     bits = s.view(np.int64)
@@ -317,9 +333,10 @@ def _operands(xp: Any, *args: Any) -> list[Any]:
     return [xp.asarray(x, dtype=np.float32) for x in args]
 
 
-
 def add(a: Any, b: Any, fmt: Any = FLOAT32) -> Any:
     """a + b of float32 values (arrays or scalars, broadcast), rounded once to fmt; float32 array.
+
+    An operand that is no float32 array is rounded to one first.
 
     NaN, infinities and signed zeros as IEEE 754; overflow as `round_scalar`.
 
@@ -373,8 +390,9 @@ def div(a: Any, b: Any, fmt: Any = FLOAT32) -> Any:
     with np.errstate(all="ignore"):
         if xp is np and f == FLOAT32:
             return x / y
-        # Rounded twice, and harmless: a quotient of 24-bit numbers that is no tie of up to 24 bits stays at least
-        # 2^-50 of itself away from it (Figueroa 1995; Roux 2014 with subnormal results).
+        # Rounded twice, and harmless: a quotient of 24-bit numbers that is no tie of up to 24 bits
+        # stays at least 2^-50 of itself away from it (Figueroa 1995; Roux 2014 with subnormal
+        # results).
         return round_to(widen(x) / widen(y), f)
 
 
@@ -393,10 +411,12 @@ def sqrt(a: Any, fmt: Any = FLOAT32) -> Any:
 
 
 def fma(a: Any, b: Any, c: Any, fmt: Any = FLOAT32, *, backend: Backend = None) -> Any:
-    """a * b + c of float32 values (arrays or scalars, broadcast) in ONE rounding to fmt; float32 array.
+    """a * b + c of float32 values (arrays or scalars, broadcast) in ONE rounding to fmt; float32
+    array.
 
-    NaN, infinities and signed zeros as IEEE 754; overflow as `round_scalar`. a * b + c in float64 and then a cast
-    would round twice; here the float64 sum is rounded to odd, which makes the second rounding the only one.
+    NaN, infinities and signed zeros as IEEE 754; overflow as `round_scalar`. a * b + c in float64
+    and then a cast would round twice; here the float64 sum is rounded to odd, which makes the
+    second rounding the only one.
 
     >>> x = np.float32([1 + 2.0**-12])
     >>> float(fma(x, x, 2.0**-60)[0]) == 1 + 2.0**-11 + 2.0**-23

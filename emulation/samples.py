@@ -1,4 +1,6 @@
-"""Inputs that make attention err: random, adversarial, and real activations. One seed gives one input, always."""
+"""Inputs that make attention err: random, adversarial, and real activations. One seed gives one
+input, always.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,17 @@ Triple = tuple[Array, Array, Array]
 
 
 def _normal(rng: np.random.Generator, n_q: int, n_k: int, d: int) -> Triple:
-    return rng.standard_normal((n_q, d)), rng.standard_normal((n_k, d)), rng.standard_normal((n_k, d))
+    return (
+        rng.standard_normal((n_q, d)),
+        rng.standard_normal((n_k, d)),
+        rng.standard_normal((n_k, d)),
+    )
 
 
 def _outlier(rng: np.random.Generator, n_q: int, n_k: int, d: int) -> Triple:
-    """N(0, 1) + N(0, 100) * Bernoulli(0.001): the outlier channels of trained models (arXiv 2407.08608, sec. 4.3)."""
+    """N(0, 1) + N(0, 100) * Bernoulli(0.001): the outlier channels of trained models (arXiv
+    2407.08608, sec. 4.3).
+    """
 
     def draw(n: int) -> Array:
         x = rng.standard_normal((n, d))
@@ -29,7 +37,9 @@ def _outlier(rng: np.random.Generator, n_q: int, n_k: int, d: int) -> Triple:
 
 
 def _tied(rng: np.random.Generator, n_q: int, n_k: int, d: int) -> Triple:
-    """Two keys that every query likes equally and far above the rest: P is exactly 1 twice (arXiv 2510.04212)."""
+    """Two keys that every query likes equally and far above the rest: P is exactly 1 twice (arXiv
+    2510.04212).
+    """
     q, k, v = _normal(rng, n_q, n_k, d)
     direction = rng.choice([-1.0, 1.0], d)
     q = 0.25 * q + direction
@@ -92,9 +102,17 @@ KINDS: dict[str, Callable[[np.random.Generator, int, int, int], Triple]] = {
 
 
 def sample(
-    kind: str, *, n: int, n_k: int | None = None, d: int = 64, heads: int = 1, dtype: str = "float16", seed: int = 0
+    kind: str,
+    *,
+    n: int,
+    n_k: int | None = None,
+    d: int = 64,
+    heads: int = 1,
+    dtype: str = "float16",
+    seed: int = 0,
 ) -> Triple:
-    """q (heads, n, d), k and v (heads, n_k, d) of one kind from `KINDS`, in a format of `problem.DTYPES`.
+    """q (heads, n, d), k and v (heads, n_k, d) of one kind from `KINDS`, in a format of
+    `problem.DTYPES`.
 
     Each head has its own stream, so head 3 is the same whether 4 or 64 heads are asked for.
 
@@ -104,21 +122,34 @@ def sample(
     """
     if kind not in KINDS:
         raise ValueError(f"kind: got {kind!r}, must be one of {', '.join(KINDS)}")
-    drawn = [KINDS[kind](np.random.default_rng([seed, h]), n, n if n_k is None else n_k, d) for h in range(heads)]
-    # Through float32: ml_dtypes rounds float64 -> bfloat16 twice, and so would disagree with a direct rounding.
-    q, k, v = (np.stack(x).astype(np.float32).astype(numpy_dtype(dtype)) for x in zip(*drawn, strict=True))
+    drawn = [
+        KINDS[kind](np.random.default_rng([seed, h]), n, n if n_k is None else n_k, d)
+        for h in range(heads)
+    ]
+    # Through float32: ml_dtypes rounds float64 -> bfloat16 twice, and so would disagree with a
+    # direct rounding.
+    q, k, v = (
+        np.stack(x).astype(np.float32).astype(numpy_dtype(dtype)) for x in zip(*drawn, strict=True)
+    )
     return q, k, v
 
 
 def capture(dtype: str = "float16") -> tuple[Array, Array, Array, dict[str, Any]]:
-    """The bundled real activations: q, k, v (1, 1024, 64) and what `attention` needs to be told about them.
+    """The bundled real activations: q, k, v (1, 1024, 64) and what `attention` needs to be told
+    about them.
 
-    One head of layer 14 of SmolLM2-135M-Instruct (Apache-2.0) reading the GNU GPL: an attention sink, causal.
+    One head of layer 14 of SmolLM2-135M-Instruct (Apache-2.0) reading the GNU GPL: an attention
+    sink, causal.
 
     >>> q, k, v, options = capture()
     >>> q.shape, options
     ((1, 1024, 64), {'causal': True})
     """
-    with resources.files("emulation").joinpath("data/capture.npz").open("rb") as file, np.load(file) as z:
-        q, k, v = (z[name].astype(np.float32).astype(numpy_dtype(dtype)) for name in ("q", "k", "v"))
+    with (
+        resources.files("emulation").joinpath("data/capture.npz").open("rb") as file,
+        np.load(file) as z,
+    ):
+        q, k, v = (
+            z[name].astype(np.float32).astype(numpy_dtype(dtype)) for name in ("q", "k", "v")
+        )
     return q, k, v, {"causal": True}

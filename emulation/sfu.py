@@ -1,8 +1,10 @@
-"""The special function unit: ex2, rcp and lg2 `.approx.ftz.f32`, bit for bit, and a polynomial ex2 from FMAs alone.
+"""The special function unit: ex2, rcp and lg2 `.approx.ftz.f32`, bit for bit, and a polynomial ex2
+from FMAs alone.
 
-All three functions follow one recipe: the mantissa picks a slice of a table, and (A << s) +- B r +- C r^2 + const,
-with a squarer that drops low partial products, gives the result's mantissa. The recipe is that of the G80 unit in
-envytools (nvhw/sfu.c); the integers were derived from an H200's outputs by bench/derive_sfu_tables.py.
+All three functions follow one recipe: the mantissa picks a slice of a table, and (A << s) +- B r +-
+C r^2 + const, with a squarer that drops low partial products, gives the result's mantissa. The
+recipe is that of the G80 unit in envytools (nvhw/sfu.c); the integers were derived from an H200's
+outputs by bench/derive_sfu_tables.py.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ ONE = 1 << 23
 
 @dataclass(frozen=True)
 class Unit:
-    """The constants of one function: result = ((A << shift) + b_sign B r + c_factor C sq(r << up) + const) >> drop.
+    """The constants of one function: result = ((A << shift) + b_sign B r + c_factor C sq(r << up) +
+    const) >> drop.
 
     r is the low `bits` of the 23-bit mantissa, the rest picks the slice; sq takes 17-bit numbers.
     """
@@ -46,31 +49,37 @@ UNITS = {
     "lg2": Unit("lg2", bits=17, up=0, shift=12, b_sign=1, c_factor=-2, const=0x3345, drop=2),
 }
 
-#: ex2_polynomial: 2^f = 1 + f (P[4] + f (P[3] + ...)), highest power first; bench/derive_ex2_polynomial.py.
+#: ex2_polynomial: 2^f = 1 + f (P[4] + f (P[3] + ...)), highest power first;
+#: bench/derive_ex2_polynomial.py.
 POLYNOMIAL: tuple[float, ...] = (
-    0.0018669525161385536,
-    0.009017481468617916,
-    0.05579951032996178,
-    0.2401646226644516,
-    0.6931513547897339,
+    0.0018695347243919969,
+    0.009013495407998562,
+    0.05580100417137146,
+    0.24016466736793518,
+    0.6931512355804443,
 )
 
 
 @functools.cache
 def table(name: str) -> NDArray[np.int64]:
-    """The integers A, B, C of every slice of "ex2" (64), "rcp" (128) or "lg2" (64): int64 (slices, 3).
+    """The integers A, B, C of every slice of "ex2" (64), "rcp" (128) or "lg2" (64): int64 (slices,
+    3).
 
     >>> table("rcp").shape
     (128, 3)
     """
-    with (importlib.resources.files("emulation") / "data" / "sfu.npz").open("rb") as file, np.load(file) as data:
+    with (
+        (importlib.resources.files("emulation") / "data" / "sfu.npz").open("rb") as file,
+        np.load(file) as data,
+    ):
         out = np.asarray(data[name], np.int64)
     out.flags.writeable = False
     return out
 
 
 def truncated_square(r: Any) -> Any:
-    """About r^2 / 2^19 of 17-bit integers, as the hardware's squarer: each partial product is cut before adding.
+    """About r^2 / 2^19 of 17-bit integers, as the hardware's squarer: each partial product is cut
+    before adding.
 
     >>> truncated_square(np.array([2**16, 2**17 - 1])).tolist()
     [8192, 32759]
@@ -93,7 +102,8 @@ def squares() -> NDArray[np.int64]:
 def evaluate(mantissa: Any, name: str) -> Any:
     """The recipe over int64 mantissas in [0, 2^23), by integer arithmetic alone.
 
-    ex2: 24 bits of 2^f, leading one included. rcp: 2^24 times 1/(1 + f). lg2: 2^36 times log2(1 + f).
+    ex2: 24 bits of 2^f, leading one included. rcp: 2^24 times 1/(1 + f). lg2: 2^36 times log2(1 +
+    f).
     """
     xp, u = namespace(mantissa), UNITS[name]
     integers = xp.asarray(table(name))
@@ -121,9 +131,10 @@ def _from_bits(bits: Any) -> Any:
 def ex2(x: Any, *, backend: Backend = None) -> Any:
     """2^x as `ex2.approx.ftz.f32`; float32 array of the shape of x.
 
-    NaN gives NaN 0x7fffffff, +Inf gives +Inf, -Inf gives +0; subnormals and zeros give exactly 1; x < -126 gives +0
-    (subnormal results are flushed), x >= 128 gives +Inf. Within 1.4 ulp, never above 0.04% one ulp low for x >= 0;
-    for x < 0, |x| is cut to 23 fraction bits and complemented, hence a bias of -1e-7.
+    NaN gives NaN 0x7fffffff, +Inf gives +Inf, -Inf gives +0; subnormals and zeros give exactly 1; x
+    < -126 gives +0 (subnormal results are flushed), x >= 128 gives +Inf. Within 1.4 ulp, never
+    above 0.04% one ulp low for x >= 0; for x < 0, |x| is cut to 23 fraction bits and complemented,
+    hence a bias of -1e-7.
 
     >>> ex2(np.float32([0.0, -1.0, -126.5, 128.0, -0.5])).tolist()
     [1.0, 0.5, 0.0, inf, 0.7071067094802856]
@@ -132,7 +143,8 @@ def ex2(x: Any, *, backend: Backend = None) -> Any:
     fast = fast_path(xp, backend)
     if fast:
         return fast.ex2(x, table("ex2"), squares())
-    # |x| in fixed point with 23 fraction bits, truncated. |x| >= 256 is beyond every interesting value.
+    # |x| in fixed point with 23 fraction bits, truncated. |x| >= 256 is beyond every interesting
+    # value.
     full = xp.where(field == 0, 0, mantissa | ONE)
     shift = xp.clip(field - 127, -25, 8)
     fixed = xp.where(shift >= 0, full << xp.maximum(shift, 0), full >> xp.maximum(-shift, 0))
@@ -148,11 +160,11 @@ def ex2(x: Any, *, backend: Backend = None) -> Any:
 def rcp(x: Any, *, backend: Backend = None) -> Any:
     """1 / x as `rcp.approx.ftz.f32`; float32 array of the shape of x.
 
-    NaN gives NaN 0x7fffffff, +-Inf gives +-0, zeros and subnormals give an infinity of their sign; subnormal results
-    are flushed to zeros. Otherwise within 1 ulp: 86.8% correctly rounded.
+    NaN gives NaN 0x7fffffff, +-Inf gives +-0, zeros and subnormals give an infinity of their sign;
+    subnormal results are flushed to zeros. Otherwise within 1 ulp: 86.8% correctly rounded.
 
-    >>> rcp(np.float32([3.0, -0.0, np.inf, 2.0**126, 2.0**127])).tolist() == [1 / np.float32(3), -np.inf, 0, 2**-126, 0]
-    True
+    >>> rcp(np.float32([4.0, -0.0, np.inf, 2.0**126, 2.0**127])).tolist()
+    [0.25, -inf, 0.0, 1.1754943508222875e-38, 0.0]
     """
     negative, field, mantissa, xp = _fields(x)
     fast = fast_path(xp, backend)
@@ -171,8 +183,9 @@ def rcp(x: Any, *, backend: Backend = None) -> Any:
 def lg2(x: Any, *, backend: Backend = None) -> Any:
     """log2(x) as `lg2.approx.ftz.f32`; float32 array of the shape of x.
 
-    NaN and x < 0 give NaN 0x7fffffff, +Inf gives +Inf; zeros and subnormals of either sign give -Inf; lg2(1) is +0.
-    The 36 fraction bits of the table are cut to 24 significant ones, after a complement where the result is negative.
+    NaN and x < 0 give NaN 0x7fffffff, +Inf gives +Inf; zeros and subnormals of either sign give
+    -Inf; lg2(1) is +0. The 36 fraction bits of the table are cut to 24 significant ones, after a
+    complement where the result is negative.
 
     >>> lg2(np.float32([1.0, 8.0, 0.0, 2.0**-126])).tolist()
     [0.0, 3.0, -inf, -125.99999237060547]
@@ -196,14 +209,15 @@ def lg2(x: Any, *, backend: Backend = None) -> Any:
 def ex2_polynomial(x: Any, *, backend: Backend = None) -> Any:
     """2^x by a polynomial of degree 5 in float32 FMAs; float32 array of the shape of x.
 
-    NaN stays NaN, +Inf and x >= 128 give +Inf, -Inf and x < -126 give +0 (as `ex2`, which flushes); integers give
-    exact powers of two. Elsewhere the relative error is at most about 2^-22.7.
+    NaN stays NaN, +Inf and x >= 128 give +Inf, -Inf and x < -126 give +0 (as `ex2`, which flushes);
+    integers give exact powers of two. Elsewhere the relative error is at most about 2^-22.7.
 
-    In a kernel, all of it IEEE: n = floor(x) (add 1.5 * 2^23 rounding down, subtract it), f = x - n rounded to
-    nearest, Horner in `__fmaf_rn`, then n << 23 added to the bits; x < -126 and NaN are selected beside it.
+    In a kernel, all of it IEEE: n = floor(x) (add 1.5 * 2^23 rounding down, subtract it), f = x - n
+    rounded to nearest, Horner in `__fmaf_rn`, then n << 23 added to the bits; x < -126 and NaN are
+    selected beside it.
 
-    >>> ex2_polynomial(np.float32([3.0, -126.0, -126.5, 128.0])).tolist() == [8.0, 2.0**-126, 0.0, np.inf]
-    True
+    >>> ex2_polynomial(np.float32([3.0, -126.0, -126.5, 128.0])).tolist()
+    [8.0, 1.1754943508222875e-38, 0.0, inf]
     """
     xp = namespace(x)
     fast = fast_path(xp, backend)
@@ -212,7 +226,9 @@ def ex2_polynomial(x: Any, *, backend: Backend = None) -> Any:
     wide = rounding.widen(np.asarray(x, np.float32) if xp is np else x)
     clamped = xp.clip(xp.where(wide == wide, wide, 0.0), -127.0, 128.0)
     n = xp.floor(clamped)
-    f = rounding.round_to(clamped - n)  # exact but for -2^-2 < x < 0, where float64 rounds where float32 would
+    f = rounding.round_to(
+        clamped - n
+    )  # exact but for -2^-2 < x < 0, where float64 rounds where float32 would
     p = xp.full(f.shape, POLYNOMIAL[0], np.float32)
     for coefficient in (*POLYNOMIAL[1:], 1.0):
         p = rounding.fma(p, f, coefficient, backend=backend)

@@ -1,6 +1,8 @@
-"""Where rounding happens: every step of every algorithm that may round, its group, and what is rounded there.
+"""Where rounding happens: every step of every algorithm that may round, its group, and what is
+rounded there.
 
-A step names its source; the name is what the report shows. The groups answer "rescale or summation order?".
+A step names its source; the name is what the report shows. The groups answer "rescale or summation
+order?".
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Source:
-    """One place of rounding: its name, the group it is counted in, and one line that says what is rounded."""
+    """One place of rounding: its name, the group it is counted in, and one line that says what is
+    rounded.
+    """
 
     name: str
     group: str
@@ -19,14 +23,14 @@ class Source:
 
 _TABLE = (
     # forward
-    ("QK accumulation", "score", "S = Q K^T in the tensor core: aligned, truncated, summed in steps"),
+    ("QK accumulation", "score", "S = Q K^T in the tensor core: aligned, truncated, summed"),
     ("S rounding", "score", "S rounded to the format of the state"),
     ("score scaling", "score", "scale (times log2 e) as a float, and the multiplication by it"),
     ("softcap", "score", "softcap * tanh(S / softcap)"),
     ("exponent argument", "exponential", "score minus reference, in log2 units"),
     ("exp2", "exponential", "2^x by the special function unit or the polynomial"),
     ("row sum", "summation order", "l: the additions of P along the row"),
-    ("PV accumulation", "summation order", "O += P V in the tensor core (or promoted), tile after tile"),
+    ("PV accumulation", "summation order", "O += P V in the tensor core, tile after tile"),
     ("alpha", "rescale", "alpha = 2^(old reference - new reference)"),
     ("rescale of l", "rescale", "l * alpha"),
     ("rescale of O", "rescale", "O * alpha"),
@@ -34,7 +38,7 @@ _TABLE = (
     ("reciprocal", "normalisation", "1 / l"),
     ("final multiply", "normalisation", "O * (1 / l), or P / l"),
     ("output cast", "output cast", "the result rounded to its format"),
-    ("LSE", "LSE", "log-sum-exp from reference and l; in the backward: the whole error of the LSE used"),
+    ("LSE", "LSE", "LSE from reference and l; in the backward: all error of the LSE"),
     # backward
     ("LSE scaling", "LSE", "LSE * log2 e"),
     ("P from forward", "P from forward", "the stored P: every error the forward left in it"),

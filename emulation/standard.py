@@ -1,8 +1,10 @@
-"""Standard attention, step by step: the whole row of scores is stored, softmax is a step of its own.
+"""Standard attention, step by step: the whole row of scores is stored, softmax is a step of its
+own.
 
-The order of operations is that of an unfused implementation: S = Q K^T, scaled, softmax over the row (sums as a
-warp of 32 lanes makes them), P normalised, then P V. `state` is the format in which S, P and every intermediate is
-kept between steps; half formats show what an unfused half-precision chain does.
+The order of operations is that of an unfused implementation: S = Q K^T, scaled, softmax over the
+row (sums as a warp of 32 lanes makes them), P normalised, then P V. `state` is the format in which
+S, P and every intermediate is kept between steps; half formats show what an unfused half-precision
+chain does.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from emulation import rounding
-from emulation.flash import LN2, LOG2E, Forward, Progress, column, row_blocks, scores
+from emulation.flash import LN2, LOG2E, Forward, Progress, column, row_blocks, scores, visible
 from emulation.flash import constants as flash_constants
 from emulation.machine import Machine, Node
 from emulation.problem import Array, Problem, numpy_dtype
@@ -29,7 +31,9 @@ def standard_machine(problem: Problem, state: str, arch: str = "sm90") -> Machin
 
 
 def warp_sum(m: Machine, name: str, x: Node) -> Node:
-    """Row sums (R, T) -> (R,): lane j % 32 adds its columns in ascending order, lanes join by halves."""
+    """Row sums (R, T) -> (R,): lane j % 32 adds its columns in ascending order, lanes join by
+    halves.
+    """
     rows, width = m.value(x).shape
     pad = -width % 32
 
@@ -39,15 +43,16 @@ def warp_sum(m: Machine, name: str, x: Node) -> Node:
         return y.reshape(rows, -1, 32)
 
     x = m.map(x, lanes)
-    total = m.map(x, lambda y: y[:, 0])
+    every = slice(None)
+    total = m.take(x, (every, 0))
     for j in range(1, (width + pad) // 32):
-        total = m.add(name, total, m.map(x, lambda y, j=j: y[:, j]))
+        total = m.add(name, total, m.take(x, (every, j)))
     half = 16
     while half:
-        low = m.map(total, lambda y, h=half: y[:, :h])
-        total = m.add(name, low, m.map(total, lambda y, h=half: y[:, h : 2 * h]))
+        low = m.take(total, (every, slice(half)))
+        total = m.add(name, low, m.take(total, (every, slice(half, 2 * half))))
         half //= 2
-    return m.map(total, lambda y: y[:, 0])
+    return m.take(total, (every, 0))
 
 
 @dataclass(frozen=True)
@@ -64,12 +69,14 @@ class StandardRows:
 def standard_rows(
     m: Machine, problem: Problem, q: Node, k: Array, v: Array, lo: Array, hi: Array
 ) -> StandardRows:
-    """Standard attention of a block of rows: q (R, D), k (N_k, D), v (N_k, D_v), band [lo, hi) of each row."""
+    """Standard attention of a block of rows: q (R, D), k (N_k, D), v (N_k, D_v), band [lo, hi) of
+    each row.
+    """
     xp = rounding.namespace(lo)
     const = flash_constants(m, problem)
     columns = xp.arange(k.shape[0])
-    seen = (columns >= lo[:, None]) & (columns < hi[:, None])
-    started = seen.any(axis=1)
+    seen = visible(columns, lo, hi)
+    started = xp.any(seen, axis=1)
 
     s = scores(m, const, q, m.input(k))
     y = m.mul("score scaling", s, const.scale)
@@ -80,7 +87,7 @@ def standard_rows(
     l_row = m.select(started, warp_sum(m, "row sum", p), xp.ones(started.shape, np.float32))
     p = m.div("final multiply", p, column(m, l_row))
     p_half = m.cast("P rounding", p, m.fmt)
-    v_t = m.map(m.input(v), lambda z: z.T)
+    v_t = m.transpose(m.input(v))
     o = m.dot_seen("PV accumulation", p_half, v_t, None, seen)
     out = m.cast("output cast", o, m.fmt)
     log2_l = m.log2("LSE", l_row)
@@ -106,7 +113,9 @@ def standard_forward(
     for h in range(heads):
         k, v = problem.k[problem.kv_head(h)], problem.v[problem.kv_head(h)]
         for block in row_blocks(n_q):
-            rows = standard_rows(m, problem, m.input(problem.q[h, block]), k, v, lo[block], hi[block])
+            rows = standard_rows(
+                m, problem, m.input(problem.q[h, block]), k, v, lo[block], hi[block]
+            )
             out[h, block], o[h, block] = rows.out.astype(out.dtype), rows.o
             stored[h, block] = rows.p
             lse[h, block] = xp.where(rows.started, rows.lse, xp.float32(-np.inf))
@@ -129,8 +138,9 @@ def standard(
 ) -> tuple[Array, Array]:
     """Standard (unfused) attention with correct rounding after every step.
 
-    Arrays, masks, results and errors as in `flash`. state: "float32", "bfloat16" or "float16", the format of
-    scores, P and accumulators between steps. P V is one product over the whole row, on the tensor core.
+    Arrays, masks, results and errors as in `flash`. state: "float32", "bfloat16" or "float16", the
+    format of scores, P and accumulators between steps. P V is one product over the whole row, on
+    the tensor core.
 
     >>> x = np.eye(4, 16, dtype=np.float16)
     >>> out, lse = standard(x, x, x, causal=True, state="bfloat16")

@@ -1,8 +1,9 @@
 """The tensor core's arithmetic: one rule, and a table of architectures.
 
-NVIDIA's "truncated fused dot-add": all products of a step and the accumulator are aligned to the largest exponent,
-truncated there, summed exactly and rounded once. Found by Fasi et al. (PeerJ CS 7:e330), Khattak and Mikaitis
-(arXiv 2512.07004), MMA-Sim (arXiv 2511.10909) and Hawkeye (arXiv 2603.20421).
+NVIDIA's "truncated fused dot-add": all products of a step and the accumulator are aligned to the
+largest exponent, truncated there, summed exactly and rounded once. Found by Fasi et al. (PeerJ CS
+7:e330), Khattak and Mikaitis (arXiv 2512.07004), MMA-Sim (arXiv 2511.10909) and Hawkeye (arXiv
+2603.20421).
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Rule:
     step: products per step (L), by operand format; a step of K products is one exact sum.
     fraction_bits: bits kept behind the binary point of the largest exponent (F), by operand format.
     zero_exponent: floor of that largest exponent, by output format ("float32", "float16").
-    output_precision: significant bits of the float32 output, by operand format where it is not 24 (fp8: E8M13).
+    output_precision: significant bits of the float32 output, by operand format where it is not 24
+    (fp8: E8M13).
     """
 
     arch: str
@@ -41,7 +43,7 @@ class Rule:
 
 
 def _rule(arch: str, bits: int, half: int, tf32: int = 0, fp8: int = 0, fp8_bits: int = 0) -> Rule:
-    """A Rule from the numbers of the published tables; 0 where the architecture lacks the format."""
+    """A Rule from the numbers of the published tables; 0: the architecture lacks the format."""
     step = {"float16": half, "bfloat16": half, "tf32": tf32, "e4m3": fp8, "e5m2": fp8}
     if arch in ("sm70", "sm75"):
         del step["bfloat16"]
@@ -56,8 +58,9 @@ def _rule(arch: str, bits: int, half: int, tf32: int = 0, fp8: int = 0, fp8_bits
     )
 
 
-#: Step lengths and fraction bits as published (MMA-Sim 2.1.1, the Leeds models, Hawkeye), which agree but for the
-#: fp8 floor of sm90. Measured by us: sm90, float16 and bfloat16, wgmma k16 and mma.sync m16n8k16 (tests/golden).
+#: Step lengths and fraction bits as published (MMA-Sim 2.1.1, the Leeds models, Hawkeye), which
+#: agree but for the fp8 floor of sm90. Measured by us: sm90, float16 and bfloat16, wgmma k16 and
+#: mma.sync m16n8k16 (tests/golden).
 RULES: dict[str, Rule] = {
     "sm70": _rule("sm70", bits=23, half=4),
     "sm75": _rule("sm75", bits=24, half=8),
@@ -82,7 +85,7 @@ class Step:
 
     @staticmethod
     def of(rule: Rule, fmt: Format, length: int | None = None, out: Output = "float32") -> Step:
-        """The step of `rule` for operands of fmt; ValueError naming what the architecture does not do."""
+        """The step of `rule` for operands of fmt; ValueError for what the architecture lacks."""
         if fmt.name not in rule.step:
             have = ", ".join(rule.step)
             raise ValueError(f"fmt: {fmt.name} on {rule.arch}, must be one of {have}")
@@ -101,7 +104,7 @@ class Step:
         )
 
 
-# --- one output element, to be read ---------------------------------------------------------------------------
+# --- one output element, to be read ---------------------------------------------------------------
 
 
 def _split(x: float, fmt: Format) -> tuple[Fraction, int]:
@@ -111,14 +114,15 @@ def _split(x: float, fmt: Format) -> tuple[Fraction, int]:
 
 
 def dot_step(a: Sequence[float], b: Sequence[float], c: float, step: Step) -> float:
-    """One step of the rule in exact integers: c + sum a[k] * b[k], for at most `step.length` products.
+    """One step of the rule in exact integers: c + sum a[k] * b[k], up to `step.length` products.
 
-    NaN, an infinity times zero and infinities of both signs give NaN; one infinity wins. A zero result is +0, an
-    overflow is an infinity (although rounding is toward zero).
+    NaN, an infinity times zero and infinities of both signs give NaN; one infinity wins. A zero
+    result is +0, an overflow is an infinity (although rounding is toward zero).
     """
     special = sum((x * y for x, y in zip(a, b, strict=True)), c)
     if not all(map(math.isfinite, (*a, *b, c))):
-        # No product of finite operands leaves the float64 range, so these are the infinities and NaNs of the terms.
+        # No product of finite operands leaves the float64 range, so these are the infinities and
+        # NaNs of the terms.
         return special
     terms = []
     for x, y in zip(a, b, strict=True):
@@ -147,12 +151,14 @@ def dot_scalar(
     step: int | None = None,
     out: Output = "float32",
 ) -> float:
-    """c + sum a[k] * b[k] in ascending steps, d <- c; the readable twin of `mma` for one output element.
+    """c + sum a[k] * b[k] in ascending steps: the readable twin of `mma` for one output.
 
-    a and b hold values of fmt (see `mma` for NaN, infinities, zeros and errors). NaN payloads do not show here.
+    a and b hold values of fmt (see `mma` for NaN, infinities, zeros and errors). NaN payloads do
+    not show here.
 
-    >>> dot_scalar([1.0, 2.0**-12], [1.0, 2.0**-14], fmt="float16")  # 2^-26 is cut: 25 bits are kept
-    1.0
+    >>> x = [1.0] + [2.0**-13] * 15  # fifteen products of 2^-26, each cut behind 25 bits
+    >>> dot_scalar(x, x, fmt="float16"), dot_scalar(x[1:], x[1:], fmt="float16") == 15 * 2.0**-26
+    (1.0, True)
     """
     f = format_of(fmt)
     s = Step.of(_lookup(arch), f, step, out)
@@ -169,7 +175,7 @@ def _truncate_tf32_scalar(x: float) -> float:
     return rounding.round_scalar(x, TF32, "toward-zero")
 
 
-# --- arrays ---------------------------------------------------------------------------------------------------
+# --- arrays ---------------------------------------------------------------------------------------
 
 
 def mma(
@@ -185,25 +191,24 @@ def mma(
 ) -> Any:
     """d = a b^T + c as the tensor core computes it, bit for bit.
 
-    a (..., M, K) and b (..., N, K) are float16 or bfloat16, or float32 arrays that hold values of `fmt` (the format
-    decides the exponent of subnormals). c is (..., M, N) float32, or None for zeros. Leading axes broadcast as in
-    matmul. Returns a float32 array (..., M, N), also for out="float16", whose values are then float16 values.
+    a (..., M, K) and b (..., N, K) are float16 or bfloat16, or float32 arrays that hold values of
+    `fmt` (the format decides the exponent of subnormals). c is (..., M, N) float32, or None for
+    zeros. Leading axes broadcast as in matmul. Returns a float32 array (..., M, N), also for
+    out="float16", whose values are then float16 values.
 
-    K goes in ascending steps of `step` products (default: the architecture's; 8 is that of mma.m16n8k8), each result
-    being the accumulator of the next; the last step is padded with zeros, which changes nothing. tf32 operands are
-    truncated first. NaN, Inf * 0 and opposite infinities give the NaN 0x7fffffff; otherwise infinity wins; overflow
-    gives infinity; a zero result is +0. Subnormal operands and results are kept.
+    K goes in ascending steps of `step` products (default: the architecture's; 8 is that of
+    mma.m16n8k8), each result being the accumulator of the next; the last step is padded with zeros,
+    which changes nothing. tf32 operands are truncated first. NaN, Inf * 0 and opposite infinities
+    give the NaN 0x7fffffff; otherwise infinity wins; overflow gives infinity; a zero result is +0.
+    Subnormal operands and results are kept.
 
-    Raises TypeError for float32 operands without fmt, ValueError for an unknown arch, a format or an output that the
-    architecture lacks, shapes that do not fit, and step < 1. `backend` "numpy" or "numba" forces one.
-    Source: the rule and its constants as in the module docstring.
+    Raises TypeError for float32 operands without fmt, ValueError for an unknown arch, a format or
+    an output that the architecture lacks, shapes that do not fit, and step < 1. `backend` "numpy"
+    or "numba" forces one. Source: the rule and its constants as in the module docstring.
 
-    >>> a = np.array([[1.0, 2.0**-12]], np.float16)
-    >>> b = np.array([[1.0, 2.0**-14]], np.float16)
-    >>> float(mma(a, b)[0, 0]), float(mma(a, b, step=1)[0, 0])
-    (1.0, 1.0)
-    >>> float(mma(a, 2 * b, arch="sm90")[0, 0] - 2), float(mma(a, 2 * b, arch="sm100", step=1)[0, 0] - 2)
-    (0.0, 0.0)
+    >>> a = np.array([[1.0] + [2.0**-13] * 15], np.float16)  # fifteen products of 2^-26, all cut
+    >>> float(mma(a, a)[0, 0]), float((a.astype(float) @ a.T.astype(float))[0, 0])
+    (1.0, 1.000000223517418)
     """
     f = _operand_format(a, b, fmt)
     s = Step.of(_lookup(arch), f, step, out)
@@ -238,7 +243,9 @@ def _operand_format(a: Any, b: Any, fmt: Any) -> Format:
         dtype = format_of(x.dtype)
         if dtype == FLOAT32:
             if fmt is None:
-                raise TypeError(f"{name}: float32 array without fmt, must name the format of its values")
+                raise TypeError(
+                    f"{name}: float32 array without fmt, must name the format of its values"
+                )
             dtype = format_of(fmt)
         found.append(dtype)
     if found[0] != found[1]:
@@ -269,7 +276,7 @@ def _truncate_tf32(x: Any) -> Any:
 
 
 def powers(x: Any, fmt: Format) -> Any:
-    """float64 2^e of the rule's exponent e of every x; 0 for zeros, so that they never count in a maximum."""
+    """float64 2^e of the rule's exponent e of x; 0 for zeros: they never count in a maximum."""
     xp = namespace(x)
     power = (x.view(np.int64) & (0x7FF << 52)).view(np.float64)
     return xp.where(x == 0, 0.0, xp.maximum(power, 2.0**fmt.emin))
@@ -286,9 +293,9 @@ def finish(total: Any, s: Step) -> Any:
 
 
 def _mma_steps(a: Any, b: Any, c: Any, s: Step) -> Any:
-    """The rule on float64 operands (..., M, K), (..., N, K) and a float32 accumulator; exact throughout.
+    """The rule on float64 operands (..., M, K), (..., N, K) and a float32 accumulator.
 
-    Every aligned term is an integer below 2^(F + 2), so a sum of thousands fits float64.
+    Exact throughout: aligned terms are integers below 2^(F + 2), so sums of thousands fit float64.
     """
     xp = namespace(a)
     finite_a, finite_b = xp.isfinite(a), xp.isfinite(b)
@@ -340,8 +347,9 @@ def _canonical_nan(x: Any) -> Any:
 def fma_chain(a: Any, b: Any, c: Any = None, *, backend: Backend = None) -> Any:
     """d = a b^T + c by a chain of correctly rounded float32 FMAs in ascending k: no tensor core.
 
-    a (..., M, K), b (..., N, K), c (..., M, N) or None for zeros, all float32; leading axes broadcast. Returns a
-    float32 array (..., M, N). NaN, infinities, zeros and overflow as IEEE 754. ValueError for shapes that do not fit.
+    a (..., M, K), b (..., N, K), c (..., M, N) or None for zeros, all float32; leading axes
+    broadcast. Returns a float32 array (..., M, N). NaN, infinities, zeros and overflow as IEEE 754.
+    ValueError for shapes that do not fit.
 
     >>> a = np.float32([[1 + 2.0**-12, 1.0]])
     >>> float(fma_chain(a, a)[0, 0] - 2) == 2.0**-11
@@ -351,7 +359,11 @@ def fma_chain(a: Any, b: Any, c: Any = None, *, backend: Backend = None) -> Any:
     xp = namespace(a)
     lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2], () if c is None else c.shape[:-2])
     shape = (*lead, m, n)
-    d = xp.zeros(shape, np.float32) if c is None else xp.array(xp.broadcast_to(c, shape), np.float32)
+    d = (
+        xp.zeros(shape, np.float32)
+        if c is None
+        else xp.array(xp.broadcast_to(c, shape), np.float32)
+    )
     fast = fast_path(xp, backend)
     if fast:
         return fast.fma_chain(a, b, d, lead)

@@ -1,10 +1,12 @@
-"""TrackingMachine: the same steps, each value with its exact companion and with the error of every source.
+"""TrackingMachine: the same steps, each value with its exact companion and with the error of every
+source.
 
-A Tracked value carries: what the machine computed; what real arithmetic gives (float64); and, per source, a signed
-error, with value - exact = sum of errors, always. A step's own rounding joins its source. Errors pass through a
-step by secants instead of derivatives (for a product the mean of both, for a function the slope between computed
-and exact), so that sums stay exact at any error size: there is no second-order remainder to hide. To first order
-this is CENA (Langlois 2001), forward.
+A Tracked value carries: what the machine computed; what real arithmetic gives (float64); and, per
+source, a signed error, with value - exact = sum of errors, always. A step's own rounding joins its
+source. Errors pass through a step by secants instead of derivatives (for a product the mean of
+both, for a function the slope between computed and exact), so that sums stay exact at any error
+size: there is no second-order remainder to hide. To first order this is CENA (Langlois 2001),
+forward.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ def _wide(x: Any) -> F64:
 
 @dataclass(frozen=True, eq=False)
 class Tracked:
-    """value (float32, as computed), exact (float64), errors by source: value - exact = sum(errors)."""
+    """value (float32, as computed), exact (float64), errors by source."""
 
     value: Array
     exact: F64
@@ -67,7 +69,9 @@ def _mean(x: Tracked) -> F64:
 def _secant(
     f: Callable[[F64], F64], slope: Callable[[F64], F64], near: F64, exact: F64, gap: F64
 ) -> F64:
-    """(f(near) - f(exact)) / gap, and the derivative where the gap is too small for the quotient to be exact."""
+    """(f(near) - f(exact)) / gap, and the derivative where the gap is too small for the quotient to
+    be exact.
+    """
     small = np.abs(gap) <= 1e-5 * np.maximum(1.0, np.abs(exact))
     return np.where(
         small,
@@ -77,7 +81,27 @@ def _secant(
 
 
 class TrackingMachine(Machine):
-    """A `Machine` whose values are `Tracked`. Finite inputs only."""
+    """A `Machine` whose values are `Tracked`. Finite inputs only.
+
+    fold: sources whose roundings the exact companion makes, too. The companion is then what the
+    algorithm gives with just these roundings switched on: the ablation that `attribution.shapley`
+    averages.
+    """
+
+    def __init__(self, *, fold: Iterable[str] = (), **arithmetic: Any) -> None:
+        super().__init__(**arithmetic)
+        self.fold = frozenset(fold)
+        self.overflows: dict[str, None] = {}  # steps that left their format's range, in order
+
+    def _step(
+        self, name: str, value: Array, exact: F64, errors: dict[str, F64], local: F64
+    ) -> Tracked:
+        """The result of a step: its own rounding joins its source, or the companion."""
+        if not np.all(np.isfinite(local)):
+            self.overflows[name] = None
+        if name in self.fold:
+            return Tracked(value, exact + local, _put(errors, name, 0.0 * local))
+        return Tracked(value, exact, _put(errors, name, local))
 
     # -- structure --------------------------------------------------------------------------------
 
@@ -86,7 +110,9 @@ class TrackingMachine(Machine):
         return Tracked(value, _wide(value), {})
 
     def known(self, value: Array, exact: F64, errors: dict[str, F64]) -> Tracked:
-        """A value that arrives with its errors known (the forward's O and LSE, entering the backward)."""
+        """A value that arrives with its errors known (the forward's O and LSE, entering the
+        backward).
+        """
         return Tracked(value, exact, dict(errors))
 
     def value(self, x: Any) -> Array:
@@ -104,6 +130,20 @@ class TrackingMachine(Machine):
         return Tracked(
             np.where(condition, a.value, b.value), np.where(condition, a.exact, b.exact), errors
         )
+
+    def top(self, x: Tracked, seen: Array) -> Tracked:
+        node: Tracked = super().top(x, seen)
+        # Which score is subtracted cancels in real arithmetic. The companion takes its own largest
+        # one, so that it does not overflow where rounding picked another; the gap joins the source
+        # that is largest there.
+        exact = np.max(np.where(seen, x.exact, -np.inf), axis=1)
+        gap = np.where(seen.any(axis=1), node.exact - exact, 0.0)
+        if not np.any(gap):
+            return node
+        names = list(node.errors)
+        guilty = np.argmax([np.abs(node.errors[n]) for n in names], axis=0)
+        errors = {n: node.errors[n] + np.where(guilty == i, gap, 0.0) for i, n in enumerate(names)}
+        return Tracked(node.value, node.exact - gap, errors)
 
     def shifted(self, x: Tracked, value: Array) -> Tracked:
         return Tracked(value, x.exact + (_wide(value) - _wide(x.value)), x.errors)
@@ -142,7 +182,7 @@ class TrackingMachine(Machine):
 
     def constant(self, name: str, exact: float) -> Tracked:
         value = super().constant(name, exact)
-        return Tracked(value, _wide(exact), _put({}, name, _wide(value) - exact))
+        return self._step(name, value, _wide(exact), {}, _wide(value) - exact)
 
     def keep(self, name: str, x: Any) -> Any:
         if not isinstance(x, Tracked):  # a result still on its way through a step of the base class
@@ -152,7 +192,7 @@ class TrackingMachine(Machine):
     def cast(self, name: str, x: Tracked, fmt: str) -> Tracked:
         value = super().cast(name, x.value, fmt)
         local = _wide(value) - _wide(x.value)
-        return Tracked(value, x.exact, _put(dict(x.errors), name, local))
+        return self._step(name, value, x.exact, dict(x.errors), local)
 
     def dot(self, name: str, a: Any, b: Any, c: Any = None) -> Any:
         if not isinstance(a, Tracked):
@@ -167,7 +207,7 @@ class TrackingMachine(Machine):
         if c is not None:
             ideal, exact = ideal + c.value, exact + c.exact
             parts.append((c, lambda e: e))
-        return Tracked(value, exact, _put(_merge(*parts), name, _wide(value) - ideal))
+        return self._step(name, value, exact, _merge(*parts), _wide(value) - ideal)
 
     def dot_seen(self, name: str, a: Any, b: Any, c: Any, seen: Array) -> Any:
         return self.dot(name, a, b, c)
@@ -177,20 +217,20 @@ class TrackingMachine(Machine):
         value = super().add(name, a.value, b.value)
         local = _wide(value) - (_wide(a.value) + _wide(b.value))
         errors = _merge((a, lambda e: e), (b, lambda e: e))
-        return Tracked(value, a.exact + b.exact, _put(errors, name, local))
+        return self._step(name, value, a.exact + b.exact, errors, local)
 
     def sub(self, name: str, a: Any, b: Any) -> Tracked:
         a, b = _node(a), _node(b)
         value = super().sub(name, a.value, b.value)
         local = _wide(value) - (_wide(a.value) - _wide(b.value))
         errors = _merge((a, lambda e: e), (b, np.negative))
-        return Tracked(value, a.exact - b.exact, _put(errors, name, local))
+        return self._step(name, value, a.exact - b.exact, errors, local)
 
     def mul(self, name: str, a: Any, b: Any) -> Tracked:
         a, b = _node(a), _node(b)
         value = super().mul(name, a.value, b.value)
         local = _wide(value) - _wide(a.value) * _wide(b.value)
-        return Tracked(value, a.exact * b.exact, _put(self._product(a, b), name, local))
+        return self._step(name, value, a.exact * b.exact, self._product(a, b), local)
 
     def div(self, name: str, a: Any, b: Any) -> Tracked:
         a, b = _node(a), _node(b)
@@ -200,7 +240,7 @@ class TrackingMachine(Machine):
         weight = _mean(a) / (b_value * b.exact)
         errors = _merge((a, lambda e: e * inverse), (b, lambda e: -e * weight))
         local = _wide(value) - _wide(a.value) / b_value
-        return Tracked(value, a.exact / b.exact, _put(errors, name, local))
+        return self._step(name, value, a.exact / b.exact, errors, local)
 
     def fma(self, name: str, a: Any, b: Any, c: Any, product: str | None = None) -> Tracked:
         a, b, c = _node(a), _node(b), _node(c)
@@ -210,11 +250,13 @@ class TrackingMachine(Machine):
         errors = self._product(a, b)
         for source, e in c.errors.items():
             errors[source] = errors[source] + e if source in errors else e
-        if product is not None:
-            rounds = _wide(super().mul(name, a.value, b.value)) != exact_product
-            errors = _put(errors, product, np.where(rounds, local, 0.0))
-            local = np.where(rounds, 0.0, local)
-        return Tracked(value, a.exact * b.exact + c.exact, _put(errors, name, local))
+        exact = a.exact * b.exact + c.exact
+        if product is None:
+            return self._step(name, value, exact, errors, local)
+        rounds = _wide(super().mul(name, a.value, b.value)) != exact_product
+        of_product = self._step(product, value, exact, errors, np.where(rounds, local, 0.0))
+        rest = np.where(rounds, 0.0, local)
+        return self._step(name, value, of_product.exact, of_product.errors, rest)
 
     @staticmethod
     def _product(a: Tracked, b: Tracked) -> dict[str, F64]:
@@ -232,7 +274,7 @@ class TrackingMachine(Machine):
         near = _wide(x.value)
         weight = _secant(f, slope, near, x.exact, near - x.exact)
         errors = _merge((x, lambda e: e * weight))
-        return Tracked(value, f(x.exact), _put(errors, name, _wide(value) - f(near)))
+        return self._step(name, value, f(x.exact), errors, _wide(value) - f(near))
 
     def exp2(self, name: str, x: Any, seen: Array | None = None, column: int = 0) -> Any:
         if not isinstance(x, Tracked):
@@ -261,7 +303,7 @@ class TrackingMachine(Machine):
         value = super().reciprocal(name, x.value, how)
         near = _wide(x.value)
         errors = _merge((x, lambda e: -e / (near * x.exact)))
-        return Tracked(value, 1.0 / x.exact, _put(errors, name, _wide(value) - 1.0 / near))
+        return self._step(name, value, 1.0 / x.exact, errors, _wide(value) - 1.0 / near)
 
     def tanh(self, name: str, x: Any) -> Any:
         if not isinstance(x, Tracked):
@@ -284,7 +326,7 @@ class TrackingMachine(Machine):
         for w, x in nodes:
             for source, e in x.errors.items():
                 errors[source] = errors[source] + w * e if source in errors else w * e
-        return Tracked(value, exact, _put(errors, name, _wide(value) - ideal))
+        return self._step(name, value, exact, errors, _wide(value) - ideal)
 
 
 def total(errors: Iterable[F64], shape: tuple[int, ...]) -> F64:

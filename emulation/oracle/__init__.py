@@ -32,6 +32,7 @@ __all__ = [
     "Exact",
     "ExactGradients",
     "OracleError",
+    "Tier",
     "attention",
     "attention_vjp",
     "float64_attention",
@@ -39,6 +40,7 @@ __all__ = [
 ]
 
 Tier = Literal["auto", "mpmath", "arb", "float64"]
+Pair = tuple[Any, Any]  # what float64 holds of a result, and the rest
 SMALL = 256 * 256  # scores that "auto" gives to Arb: below a second
 
 
@@ -193,7 +195,8 @@ def _choose(tier: Any, problem: Problem, rows: int, *, full: bool) -> Tier:
 
         if full and longest > certified.LARGEST:
             raise ValueError(
-                f'tier: "arb" takes N <= {certified.LARGEST}, got {longest}; give rows= to `attention`, or take "float64"'
+                f'tier: "arb" takes N <= {certified.LARGEST}, got {longest}; '
+                'give rows= to `attention`, or take "float64"'
             )
     elif tier != "float64":
         raise ValueError(f'tier: got {tier!r}, must be "auto", "mpmath", "arb" or "float64"')
@@ -220,27 +223,33 @@ def _float64(problem: Problem, rows: Index, count: int) -> Exact:
 
         proved = certified.forward(problem, rows[at : at + 1], head)
         where = f"head {head}, query {rows[at]}"
-        for name, ours, theirs, radius, proved_radius in (
-            ("out", (result.out[head, at], 0.0), (proved.out[0, 0], proved.out_low[0, 0]),
-             result.out_radius[head, at], proved.out_radius),
-            ("lse", (result.lse[head, at], result.lse_low[head, at]), (proved.lse[0, 0], proved.lse_low[0, 0]),
-             result.lse_radius[head, at], proved.lse_radius),
-        ):  # fmt: skip
-            worst = max(worst, _compare(f"{name}, {where}", ours, theirs, radius + proved_radius))
+        out = _compare(
+            f"out, {where}",
+            (result.out[head, at], np.zeros(problem.d_v)),
+            (proved.out[0, 0], proved.out_low[0, 0]),
+            float(result.out_radius[head, at]) + proved.out_radius,
+        )
+        lse = _compare(
+            f"lse, {where}",
+            (result.lse[head, at], result.lse_low[head, at]),
+            (proved.lse[0, 0], proved.lse_low[0, 0]),
+            float(result.lse_radius[head, at]) + proved.lse_radius,
+        )
+        worst = max(worst, out, lse)
         checked.append((head, int(rows[at])))
-    radii = [float(x.max(initial=0.0)) for x in (result.out_radius, result.lse_radius)]
-    low = np.zeros_like(result.out)
+    out_radius = float(result.out_radius.max(initial=0.0))
+    lse_radius = float(result.lse_radius.max(initial=0.0))
     return Exact(
-        result.out,
-        result.lse,
-        low,
-        result.lse_low,
-        max(radii),
-        *radii,
-        "float64",
-        False,
-        tuple(checked),
-        worst,
+        out=result.out,
+        lse=result.lse,
+        out_low=np.zeros_like(result.out),
+        lse_low=result.lse_low,
+        out_radius=out_radius,
+        lse_radius=lse_radius,
+        tier="float64",
+        certified=False,
+        checked_rows=tuple(checked),
+        checked_difference=worst,
     )
 
 
@@ -253,27 +262,32 @@ def _float64_gradients(problem: Problem, dout: Floats, dlse: Floats, count: int)
         high, low, radius = certified.query_gradients(
             problem, head, row, dout[head, row], float(dlse[head, row])
         )
-        ours = (result.dq[head, row], 0.0)
-        radius += result.dq_radius
-        worst = max(worst, _compare(f"dq, head {head}, query {row}", ours, (high, low), radius))
+        difference = _compare(
+            f"dq, head {head}, query {row}",
+            (result.dq[head, row], np.zeros(problem.d)),
+            (high, low),
+            radius + result.dq_radius,
+        )
+        worst = max(worst, difference)
         checked.append((head, row))
-    lows = [np.zeros_like(x) for x in (result.dq, result.dk, result.dv)]
-    radii = result.dq_radius, result.dk_radius, result.dv_radius
     return ExactGradients(
-        result.dq,
-        result.dk,
-        result.dv,
-        *lows,
-        max(radii),
-        *radii,
-        "float64",
-        False,
-        tuple(checked),
-        worst,
+        dq=result.dq,
+        dk=result.dk,
+        dv=result.dv,
+        dq_low=np.zeros_like(result.dq),
+        dk_low=np.zeros_like(result.dk),
+        dv_low=np.zeros_like(result.dv),
+        dq_radius=result.dq_radius,
+        dk_radius=result.dk_radius,
+        dv_radius=result.dv_radius,
+        tier="float64",
+        certified=False,
+        checked_rows=tuple(checked),
+        checked_difference=worst,
     )
 
 
-def _compare(name: str, ours: tuple[Any, Any], theirs: tuple[Any, Any], radius: float) -> float:
+def _compare(name: str, ours: Pair, theirs: Pair, radius: float) -> float:
     """The largest difference of two pairs; OracleError (also for NaN) if it exceeds the radius and
     what pairs drop."""
     difference = float(np.max(np.abs((ours[0] - theirs[0]) + (ours[1] - theirs[1]))))

@@ -81,7 +81,8 @@ def softmax(problem: Problem, head: int, rows: Index) -> Block:
         fmpz_mat(len(rows), d, [i for row, _ in queries for i in row])
         * fmpz_mat(n, d, k).transpose()
     )
-    # A weight below exp(-prec) becomes the ball [0, 2^-prec]: a sum of them is far below TARGET, or raises prec.
+    # A weight below exp(-prec) becomes the ball [0, 2^-prec]: their sum is far below TARGET, or
+    # raises the precision.
     tail = arb(power(-ctx.prec - 1), power(-ctx.prec - 1))
     cap = problem.softcap
     weights, tops, all_slopes = [], [], []
@@ -125,7 +126,7 @@ def to_pair(x: Balls, shape: tuple[int, ...]) -> tuple[Floats, Floats, float]:
             high.append(h)
             low.append(float(rest.mid()))
             r = float(rest.rad())
-            radius = r if not r <= radius else radius
+            radius = max(radius, r if r < math.inf else math.inf)  # NaN counts as infinite
     # 2^-1000 for what float() flushes to zero.
     return np.array(high).reshape(shape), np.array(low).reshape(shape), radius + 2.0**-1000
 
@@ -163,8 +164,7 @@ def forward(problem: Problem, rows: Index, head: int | None = None) -> Exact:
             out[at, part], out_low[at, part], lse[at, part], lse_low[at, part] = o, o_low, m, m_low
             radii.append((o_radius, m_radius))
     out_radius, lse_radius = (max(side) for side in zip(*radii, strict=True))
-    radius = max(out_radius, lse_radius)
-    return Exact(out, lse, out_low, lse_low, radius, out_radius, lse_radius, "arb", True)
+    return Exact(out, lse, out_low, lse_low, out_radius, lse_radius, "arb", True)
 
 
 def _forward_block(problem: Problem, head: int, rows: Index) -> tuple[Pair, Pair]:
@@ -190,15 +190,18 @@ def backward(problem: Problem, dout: Floats, dlse: Floats) -> ExactGradients:
         )
         for kv in range(len(problem.k))
     ]
-    shapes = problem.q.shape, problem.k.shape, problem.v.shape
-    arrays, radii = [], []
-    for which, shape in enumerate(shapes):
+    halves: list[Floats] = []
+    radii = []
+    for which, like in enumerate((problem.q, problem.k, problem.v)):
         group = [pair[which] for pair in pairs]
         for half in (0, 1):
-            arrays.append(np.array([pair[half] for pair in group], np.float64).reshape(shape))
+            halves.append(np.array([pair[half] for pair in group], np.float64).reshape(like.shape))
         radii.append(max((pair[2] for pair in group), default=0.0))
-    dq, dq_low, dk, dk_low, dv, dv_low = arrays
-    return ExactGradients(dq, dk, dv, dq_low, dk_low, dv_low, max(radii), *radii, "arb", True)
+    dq, dq_low, dk, dk_low, dv, dv_low = halves
+    dq_radius, dk_radius, dv_radius = radii
+    return ExactGradients(
+        dq, dk, dv, dq_low, dk_low, dv_low, dq_radius, dk_radius, dv_radius, "arb", True
+    )
 
 
 def _backward_group(
@@ -262,7 +265,7 @@ def _add_transposed(total: Balls, seen: slice, a: Balls, factors: list[arb], b: 
         total[j] = [x + y for x, y in zip(total[j], row, strict=True)]
 
 
-def query_gradients(problem: Problem, head: int, row: int, dout: Floats, dlse: Floats) -> Pair:
+def query_gradients(problem: Problem, head: int, row: int, dout: Floats, dlse: float) -> Pair:
     """One row of dq (D,) of a row that sees something, for dout (D_v,) and its dlse."""
 
     def compute() -> Pair:

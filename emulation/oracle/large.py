@@ -17,15 +17,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from emulation.oracle.result import Floats, Index, check_range, numbers, refuse_nonfinite
 from emulation.problem import Problem
 
 U = 2.0**-53
 FUNCTION = 8 * U  # exp, log and tanh: 4 units in the last place
-BLOCK = (
-    256  # query rows at a time, and keys per partial sum: keeps gamma small as well as the memory
-)
+# Query rows at a time, and keys per partial sum: keeps memory small and gamma, too.
+BLOCK = 128
 DEPTH = 800.0  # exp(-800) = 0 in float64; weights below are covered by UNDERFLOW
 UNDERFLOW = 1e-290
 SLACK = 1.05  # second order: every first-order term that is multiplied by it is below 0.02
@@ -57,12 +57,11 @@ def two_product(a: Floats, b: float) -> tuple[Floats, Floats]:
 
 
 class Rows:
-    """Rows (n, d) of numbers, their exponents, and their limbs: what an exact product of rows needs
-    to know.
+    """Rows (n, d) of numbers, and what an exact product of rows needs to know about them.
 
-    |x| < 2^top, every number is a multiple of 2^last, so a row spans `bits` = top - last bits. The
-    first two limbs are the numbers' leading 2 beta bits counted from 2^top, the third (usually 0)
-    is what is left.
+    |x| < 2^top in its row, and every number of a row is a multiple of the row's unit, a power of
+    two; `norm` bounds the Euclidean norm of a row in its units. The first two limbs are the
+    numbers' leading 2 beta bits counted from 2^top, the third (usually 0) is what is left.
     """
 
     def __init__(self, x: Floats) -> None:
@@ -73,7 +72,8 @@ class Rows:
         zero = integer == 0
         self.top = np.where(zero, -9999, exponent).max(axis=1, initial=-9999)
         last = np.where(zero, 9999, exponent - 53 + trailing).min(axis=1, initial=9999)
-        self.bits = np.where(zero.all(axis=1), 0, self.top - last)
+        unit = np.ldexp(1.0, np.where(zero.all(axis=1), 0, last))
+        self.norm = np.sqrt(((x / unit[:, None]) ** 2).sum(axis=1)) * (1 + 1e-12)
 
     def limbs(self, beta: int) -> tuple[Floats, Floats, Floats]:
         """Three arrays that sum to x exactly; the first two are integers of beta bits times a power
@@ -99,16 +99,15 @@ class Keys:
     def scores(self, q: Floats, keys: slice) -> tuple[Floats, Floats | None, Floats]:
         """The products q k^T as (high, low or None, error per row): |high + low - exact| <= error.
 
-        One product is exact when the integers that the rows stand for, multiplied and summed, stay
-        within 53 bits. Else limbs: |first| <= 2^top, |second| <= 2^(top - beta - 1), |third| <=
-        2^(top - 2 beta - 1). first*first is exact since 2 beta + log2 d <= 53, so is the sum of the
-        two cross products, and the rest is below size * 2^(1 - 2 beta) with size = d 2^(top q + top
-        k): its rounding (d + 8 roundings) is the error. The rounding of lo in a difference of
-        scores, 4 u^2 size, is below that too.
+        One product is exact when the integers that the rows stand for keep every partial sum within
+        2^53; by Cauchy and Schwarz the product of their norms bounds them all. Else limbs: |first|
+        <= 2^top, |second| <= 2^(top - beta - 1), |third| <= 2^(top - 2 beta - 1). first*first is
+        exact since 2 beta + log2 d <= 53, so is the sum of the two cross products, and the rest is
+        below size * 2^(1 - 2 beta) with size = d 2^(top q + top k): its rounding (d + 8 roundings)
+        is the error. The rounding of lo in a difference of scores, 4 u^2 size, is below that too.
         """
         rows, k = Rows(q), self.rows
-        k_bits = int(k.bits[keys].max(initial=0))
-        if int(rows.bits.max(initial=0)) + k_bits + math.ceil(math.log2(self.d)) <= 53:
+        if rows.norm.max(initial=0.0) * k.norm[keys].max(initial=0.0) <= 2.0**53:
             return q @ k.x[keys].T, None, np.zeros(len(q))
         if self._limbs is None:
             self._limbs = k.limbs(self.beta)
@@ -128,10 +127,10 @@ class Keys:
 class Weights:
     """Unnormalised softmax weights of a block of rows that all see something.
 
-    p (rows, keys) = exp(x) computed, 0 outside the band; its relative error is at most `eta`,
-    elementwise, where the row's score error `share` is at most 0.01. m + m_low (rows) is the row
-    max of the scaled, capped scores, within m_error. tanh (rows, keys) is the tanh of the softcap,
-    or None.
+    p (rows, keys) = exp(x) computed, 0 outside the band; its relative error is at most `eta`, of
+    which `share` (rows) comes from the scores, in rows that are `sound` (eta <= 0.01; scores beyond
+    10^30 may leave a row without bound). m + m_low (rows) is the row max of the scaled, capped
+    scores, within m_error. tanh (rows, keys) is the tanh of the softcap, or None.
     """
 
     p: Floats
@@ -140,6 +139,7 @@ class Weights:
     m_low: Floats
     m_error: Floats
     share: Floats
+    sound: NDArray[np.bool_]
     tanh: Floats | None
 
 
@@ -163,43 +163,39 @@ def weigh(
     high, low, error = keys.scores(q, seen)
     at = np.arange(seen.start, seen.stop)
     visible = (at >= lo[:, None]) & (at < hi[:, None])
-    high = np.where(visible, high, -np.inf)
+    if not visible.all():
+        high = np.where(visible, high, -np.inf)
     top = high.max(axis=1)
+    top_low = np.zeros(len(q))
     tanh = None
-    with np.errstate(over="ignore"):  # scale * score may reach -inf, whose weight is 0
+    with np.errstate(over="ignore"):  # scale * score may reach -inf: weight 0; score / cap: tanh 1
         x = high - top[:, None]
-        top_low = np.zeros(len(q))
         if low is not None:
             top_low = np.where(high == top[:, None], low, -np.inf).max(axis=1)
             x += low - top_low[:, None]
         x *= scale
+        m, m_low = two_product(top, scale)
+        m_low = m_low + scale * top_low
+        m_error = 8 * U * U * np.abs(m) + scale * error
+        share = 2 * scale * error
+        eta = np.minimum(-x, DEPTH) * (4 * U)
         if cap is not None:
             tanh = np.tanh(np.where(visible, scale * high, 0.0) / cap)
-    m, m_low = two_product(top, scale)
-    m_low = m_low + scale * top_low
-    m_error = 8 * U * U * np.abs(m) + scale * error
-    if cap is None:
-        eta = np.minimum(-x, DEPTH) * (4 * U)
-    else:
-        assert tanh is not None
-        difference = np.tanh(x / cap)
-        top_tanh = np.tanh(scale * top / cap)
-        bent = tanh * top_tanh[:, None]
-        x = np.where(visible, cap * difference * (1.0 - bent), -np.inf)
-        eta = np.minimum(np.abs(x), DEPTH) * (17 * U) + np.abs(difference * bent) * (27 * U * cap)
-        m, m_low, m_error = (
-            cap * top_tanh,
-            np.zeros(len(q)),
-            m_error + 14 * U * cap * np.abs(top_tanh),
-        )
-    share = (2.0 if cap is None else 4.0) * scale * error
+            top_tanh = np.tanh(scale * top / cap)
+            bent = tanh * top_tanh[:, None]
+            difference = np.tanh(x / cap)
+            x = np.where(visible, cap * difference * (1.0 - bent), -np.inf)
+            m, m_low = cap * top_tanh, np.zeros(len(q))
+            flushed = cap * 2.0**-1060  # what a tiny score / cap may lose to underflow
+            m_error += 14 * U * np.abs(m) + flushed
+            share = 2 * share + flushed
+            eta = np.minimum(-x, DEPTH) * (17 * U) + np.abs(difference * bent) * (27 * U * cap)
     eta += share[:, None] + FUNCTION
-    return Weights(np.exp(x), eta, m, m_low, m_error, share, tanh)
+    return Weights(np.exp(x), eta, m, m_low, m_error, share, eta.max(axis=1) <= 0.01, tanh)
 
 
 def chunked(a: Floats, b: Floats) -> Floats:
-    """The product of a and b, summed in chunks of BLOCK terms: an error of gamma(partial_terms(n))
-    only."""
+    """The product of a and b, summed BLOCK terms at a time: within gamma(partial_terms(n))."""
     total = a[:, :BLOCK] @ b[:BLOCK]
     for start in range(BLOCK, a.shape[1], BLOCK):
         total += a[:, start : start + BLOCK] @ b[start : start + BLOCK]
@@ -266,8 +262,8 @@ def forward(problem: Problem, rows: Index) -> Forward:
             g = gamma(partial_terms(seen.stop - seen.start))
             size = float(np.abs(v[kv, seen]).max())
             bound = SLACK * size * (2 * spread + 2 * g + 4 * U)
-            out_radius[head, part] = np.where(w.share <= 0.01, bound, 2.1 * size) + UNDERFLOW * size
-            small = np.where(w.share <= 0.01, spread, np.max(w.eta, axis=1))
+            out_radius[head, part] = np.where(w.sound, bound, 2.1 * size) + UNDERFLOW * size
+            small = np.where(w.sound, spread, np.max(w.eta, axis=1))
             lse_radius[head, part] = SLACK * (small + g + FUNCTION * log + w.m_error) + UNDERFLOW
     return Forward(out, lse, lse_low, out_radius, lse_radius)
 
@@ -323,7 +319,7 @@ def backward(problem: Problem, dout: Floats, dlse: Floats) -> Backward:
             mean = spread.sum(axis=1)
             b = 2 * (np.abs(grad) @ np.abs(values).max(axis=0)) + np.abs(dlse[head, at])
             c = 2 * mean + 3 * g + 2 * gamma(problem.d_v) + 40 * U + w.share
-            b = np.where(w.share <= 0.01, b, np.where(b > 0, np.inf, 0.0))
+            b = np.where(w.sound, b, np.where(b > 0, np.inf, 0.0))
             size_k, size_q = np.abs(k[kv, seen]).max(), np.abs(q[head, at]).max(axis=1)
             size_out = np.abs(grad).max(axis=1)
             row = (
@@ -336,7 +332,7 @@ def backward(problem: Problem, dout: Floats, dlse: Floats) -> Backward:
             through = np.where((b > 0) & (size_q > 0), b, 0.0) * size_q
             dk_bound[kv, seen] += SLACK * scale * _weighted(through, error)
             dv_bound[kv, seen] += SLACK * _weighted(
-                np.where(w.share <= 0.01, size_out, np.inf * np.sign(size_out)), error
+                np.where(w.sound, size_out, np.inf * np.sign(size_out)), error
             )
     worst = [float(x.max(initial=0.0)) for x in (dk_bound, dv_bound)]
     return Backward(dq, dk, dv, dq_bound, *worst)
@@ -348,8 +344,7 @@ def _weighted(weight: Floats, error: Floats) -> Floats:
 
 
 def float64_attention(problem: Problem) -> tuple[Floats, Floats]:
-    """Out (H, N_q, D_v) and lse (H, N_q) of a problem in float64, natural log, heads flattened; no
-    bound.
+    """Out (H, N_q, D_v) and lse (H, N_q) of a problem in float64, heads flattened; no bound.
 
     A row that sees no key gives 0 and -inf. Raises ValueError for a NaN or Inf that some query
     sees; others reach nothing.
@@ -376,7 +371,7 @@ def float64_gradients(
 
     >>> x = np.ones((2, 4), np.float16)
     >>> dq, dk, dv = float64_gradients(Problem.of(x, x, x), np.ones((1, 2, 4)))
-    >>> dq.any(), dv[0, 0].tolist()  # equal keys: no gradient for q; each query hands half to each value
+    >>> dq.any(), dv[0, 0].tolist()  # equal keys
     (np.False_, [1.0, 1.0, 1.0, 1.0])
     """
     refuse_nonfinite(problem)

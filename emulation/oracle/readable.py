@@ -53,8 +53,7 @@ def forward(problem: Problem, rows: Index) -> Exact:
     error = estimate(problem)
     out_radius, lse_radius = error * float(np.abs(numbers(problem.v)).max(initial=0.0)), error
     (high, low), (lse_high, lse_low) = to_pair(out), to_pair(lse)
-    radius = max(out_radius, lse_radius)
-    return Exact(high, lse_high, low, lse_low, radius, out_radius, lse_radius, "mpmath", False)
+    return Exact(high, lse_high, low, lse_low, out_radius, lse_radius, "mpmath", False)
 
 
 def backward(problem: Problem, dout: Floats, dlse: Floats) -> ExactGradients:
@@ -92,7 +91,7 @@ def backward(problem: Problem, dout: Floats, dlse: Floats) -> ExactGradients:
     radii = ds_error * sizes[1], ds_error * sizes[0], error * size
     (dq_high, dq_low), (dk_high, dk_low), (dv_high, dv_low) = map(to_pair, (dq, dk, dv))
     return ExactGradients(
-        dq_high, dk_high, dv_high, dq_low, dk_low, dv_low, max(radii), *radii, "mpmath", False
+        dq_high, dk_high, dv_high, dq_low, dk_low, dv_low, *radii, tier="mpmath", certified=False
     )
 
 

@@ -6,22 +6,40 @@ Every text that came from a user or a file passes `_e` before it reaches the pag
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from emulation.report import text
 from emulation.report.json_report import versions
 from emulation.report.style import STYLE, group_variable
 
 if TYPE_CHECKING:
-    from emulation.attribution import Attribution
+    from emulation.contributions import Attribution
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _SHARES = (
-    "A share is ⟨c, e⟩ / ⟨e, e⟩: how much of the error e the contribution c accounts for. Shares keep their sign and "
-    "sum to 100 % with the second-order rest. “Before the cast” is the error that the result had before it was "
-    "rounded to the output format."
+    "A share is ⟨c, e⟩ / ⟨e, e⟩: how much of the error e the contribution c accounts for. Shares "
+    "keep their sign and sum to 100 % with the second-order rest. “Before the cast” is the error "
+    "that the result had before it was rounded to the output format."
+)
+
+
+_HEAD = "".join(
+    f'<th scope="col"{kind}>{name}</th>'
+    for name, kind in (
+        ("source", ""),
+        ("group", ' class="text"'),
+        ("rms", ""),
+        ("max", ""),
+        ("mean (bias)", ""),
+        ("share before<br>the cast", ""),
+        ("share", ""),
+        ("what is rounded", ' class="text"'),
+    )
 )
 
 
@@ -38,7 +56,8 @@ def _figures(x: float) -> str:
 
 
 def _minus(shown: str) -> str:
-    return shown.replace("-", "−")
+    """Typography of numbers in a text: true minus signs, and no line break before a per cent sign."""
+    return re.sub(r"(?<![\w-])-(?=\d)|(?<=\de)-(?=\d)", "−", shown).replace(" %", "\u00a0%")
 
 
 def _dot(group: str) -> str:
@@ -49,10 +68,8 @@ def _table(attribution: Attribution) -> str:
     rows = text.rows(attribution)
     grouped = {r.name for r in rows if r.kind == "group"}
     out = [
-        '<div class="scroll card" tabindex="0" role="region" aria-label="Table of sources"><table><thead><tr>'
-        '<th scope="col">source</th><th scope="col" class="text">group</th><th scope="col">rms</th>'
-        '<th scope="col">max</th><th scope="col">mean (bias)</th><th scope="col">share before<br>the cast</th>'
-        '<th scope="col">share</th><th scope="col" class="text">what is rounded</th></tr></thead><tbody>'
+        '<div class="scroll card" tabindex="0" role="region" aria-label="Table of sources">'
+        f"<table><thead><tr>{_HEAD}</tr></thead><tbody>"
     ]
     for row in rows:
         inside = row.kind == "source" and row.group in grouped
@@ -64,8 +81,9 @@ def _table(attribution: Attribution) -> str:
         group = "" if row.kind != "source" or inside else row.group
         about = "" if row.kind == "group" else row.about
         out.append(
-            f'<tr class="{kind}"><th scope="row">{dot}{_e(row.name)}</th><td class="text">{_e(group)}</td>'
-            f'{figures}<td class="text about">{_e(about)}</td></tr>'
+            f'<tr class="{kind}"><th scope="row">{dot}{_e(row.name)}</th>'
+            f'<td class="text">{_e(group)}</td>{figures}'
+            f'<td class="text about">{_e(about)}</td></tr>'
         )
     return "".join(out) + "</tbody></table></div>"
 
@@ -79,14 +97,15 @@ def _legend(attribution: Attribution) -> str:
     """Colour, name and share of every group; also the strip, where no share of note is negative."""
     groups = sorted(attribution.groups.values(), key=lambda g: (-abs(g.share), g.name))
     items = "".join(
-        f"<li>{_dot(g.name)}{_e(g.name)} <b>{_minus(text.percent(g.share))}</b></li>" for g in groups
+        f"<li>{_dot(g.name)}{_e(g.name)} <b>{_minus(text.percent(g.share))}</b></li>"
+        for g in groups
     )
     strip = ""
     if groups and all(math.isfinite(g.share) and g.share > -0.005 for g in groups):
         bars = "".join(
             f'<i style="flex:{g.share:.5f};background:var({group_variable(g.name)})"></i>'
             for g in groups
-            if g.share > 0
+            if g.share >= 0.002
         )
         strip = f'<div class="strip" aria-hidden="true">{bars}</div>'
     return f'{strip}<ul class="legend">{items}</ul>'
@@ -95,7 +114,9 @@ def _legend(attribution: Attribution) -> str:
 def _stats(attribution: Attribution) -> str:
     stats = text.Statistics.of(attribution.error)
     exact = text.rms(attribution.exact)
-    ratio = f"{_figures(stats.rms / exact)} of the exact rms" if exact and math.isfinite(exact) else ""
+    ratio = (
+        f"{_figures(stats.rms / exact)} of the exact rms" if exact and math.isfinite(exact) else ""
+    )
     sigmas = f"± {_figures(stats.stderr)} standard error"
     shape = " × ".join(str(n) for n in attribution.error.shape)
     radius = float(attribution.oracle_radius)
@@ -109,8 +130,10 @@ def _stats(attribution: Attribution) -> str:
     return f'<dl class="stats">{cells}</dl>'
 
 
-def _card(title: str, caption: str, picture: str) -> str:
-    return f'<figure class="card"><h3>{title}</h3><figcaption>{caption}</figcaption>{picture}</figure>'
+def _card(title: str, caption: str, picture: str, whole: bool = False) -> str:
+    kind = "card whole" if whole else "card"
+    body = f"<h3>{title}</h3><figcaption>{caption}</figcaption>{picture}"
+    return f'<figure class="{kind}">{body}</figure>'
 
 
 def _pictures(attribution: Attribution, sweep: Sequence[Mapping[str, Any]] | None) -> str:
@@ -118,16 +141,18 @@ def _pictures(attribution: Attribution, sweep: Sequence[Mapping[str, Any]] | Non
 
     if attribution.error.ndim < 2 or not attribution.error.size:
         return ""
+    if not np.all(np.isfinite(attribution.error)):
+        return '<p class="soft">The error is not finite, so there is nothing to draw.</p>'
     cards = [
         _card(
             "Along the rows",
-            "Rms error of each query row: the whole (dark) and each group in its colour. Groups that are exactly 0 "
-            "have no line.",
+            "Rms error of each query row: the whole (thick) and each group in its colour. "
+            "Groups that are exactly 0 have no line.",
             pictures.by_row(attribution),
         ),
         _card(
             "Signed error",
-            "Values by error (part of all values per bin; the outermost 0.1 % lies outside). Below, the mean alone: "
+            "Values by error (the outermost 0.1 % lies outside). Below, the mean alone, magnified: "
             "bar ± one, band ± two standard errors, values taken as independent.",
             pictures.histogram(attribution),
         ),
@@ -137,9 +162,9 @@ def _pictures(attribution: Attribution, sweep: Sequence[Mapping[str, Any]] | Non
         cards.append(
             _card(
                 "Rows by number of tiles",
-                "Rms over all rows that visit as many tiles of keys: the error (dark), the error before the cast "
-                "(dashed), rescaling and summation order in their colours. Rows that see more keys also average "
-                "more values.",
+                "Rms over all rows that visit as many tiles of keys: the error (thick), the error "
+                "before the cast (dashed), rescaling and summation order in their colours. Rows that "
+                "see more keys also average more values.",
                 by_tiles,
             )
         )
@@ -148,16 +173,19 @@ def _pictures(attribution: Attribution, sweep: Sequence[Mapping[str, Any]] | Non
         cards.append(
             _card(
                 "The same rows in other tiles",
-                "The last rows again with other tile sizes and nothing else changed: more tiles, more rescaling. "
-                "Lines as in the picture of rows by number of tiles.",
+                "The last rows again, with other tile sizes and nothing else changed: the error "
+                "(thick), before the cast (dashed), rescaling and summation order.",
                 by_size,
             )
         )
+    # An odd picture out takes the whole width.
+    alone = len(cards) % 2 == 0
     cards.append(
         _card(
             "Where in the output",
             "Rms error of blocks of rows and columns, over all heads.",
-            pictures.heat_map(attribution),
+            pictures.heat_map(attribution, whole=alone),
+            whole=alone,
         )
     )
     return f'<div class="grid">{"".join(cards)}</div>'
@@ -174,9 +202,9 @@ def _other_outputs(attribution: Attribution) -> str:
         picture = pictures.shares(part, key=f"p{i}") if part.error.size else ""
         notes = _notes(part.notes)
         out.append(
-            f'<details class="card"><summary>{_e(name)}<span>rms error {_minus(text.number(stats.rms))}: '
-            f'{_e(text.headline(part))}</span></summary>{_table(part)}<div class="wide-figure">{picture}</div>'
-            f"{notes}</details>"
+            f'<details class="card"><summary>{_e(name)}<span>rms {_minus(text.number(stats.rms))}. '
+            f"{_minus(_e(text.headline(part)))}</span></summary>{_table(part)}"
+            f'<div class="wide-figure">{picture}</div>{notes}</details>'
         )
     return "<h2>Other outputs</h2>" + "".join(out) if out else ""
 
@@ -196,14 +224,14 @@ def to_html(
 ) -> str:
     """One self-contained page: verdict, table, pictures, options, plan, and how to make it again.
 
-    source: one line on where the input came from. command: the shell line that makes this report. sweep: the same
-    rows with other tile sizes, each `dict(tiles=int, tile_n=int, error=float, groups={name: rms})`, with
-    `error_before_cast=float` where known. The same arguments give the same bytes. Raises ImportError naming
-    `pip install cuflash[report]` without matplotlib.
+    source: one line on where the input came from. command: the shell line that makes this report.
+    sweep: the same rows with other tile sizes, each `dict(tiles=int, tile_n=int, error=float,
+    groups={name: rms})`, with `error_before_cast=float` where known. The same arguments give the
+    same bytes. Raises ImportError naming `pip install cuflash[report]` without matplotlib.
     """
     from emulation.report import pictures
 
-    heading = title or f"Where the error of {attribution.algorithm} attention comes from"
+    heading = title or text.title(attribution)
     shape = " × ".join(str(n) for n in attribution.error.shape)
     facts = [attribution.output, attribution.dtype, shape, *([source] if source else [])]
     plan = text.flatten(text.plan_of(attribution))
@@ -214,9 +242,13 @@ def to_html(
         cards.append(f'<div class="card"><h3>Plan</h3>{_pairs(plan)}</div>')
     cards.append(f'<div class="card"><h3>Versions</h3>{_pairs(text.flatten(versions()))}</div>')
     notes = _notes(attribution.notes)
-    made = "" if command is None else (
-        "<h2>Make it again</h2><p class=\"soft\">The same input gives the same bytes.</p>"
-        f"<pre><code>{_e(command)}</code></pre>"
+    made = (
+        ""
+        if command is None
+        else (
+            '<h2>Make it again</h2><p class="soft">The same input gives the same bytes.</p>'
+            f"<pre><code>{_e(command)}</code></pre>"
+        )
     )
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -249,7 +281,8 @@ def to_html(
 <h2>What was computed</h2>
 <div class="grid">{"".join(cards)}</div>
 {made}
-<footer>Made by cuflash. Contributions are first order, with their signs; the second-order rest is in the table.
+<footer>Made by cuflash. Contributions are first order, with their signs; the second-order rest is
+in the table.
 Verdict: {_e(attribution.verdict())}.</footer>
 </main>
 </body>

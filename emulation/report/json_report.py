@@ -1,4 +1,4 @@
-"""The report for machines: strict JSON with summary statistics of every source and group, never whole tensors."""
+"""The report for machines: strict JSON, statistics of every source and group, no whole tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from emulation.report import text
 
 if TYPE_CHECKING:
-    from emulation.attribution import Attribution, Contribution
+    from emulation.contributions import Attribution, Contribution
 
 SCHEMA = "cuflash.attribution/1"
 """Changes when a reader of the old form would misread the new one."""
@@ -32,7 +32,7 @@ def versions() -> dict[str, str]:
 
 
 def plain(value: Any) -> Any:
-    """Data that strict JSON can say: NaN and infinities become null, NumPy scalars numbers, the rest text.
+    """Data that strict JSON can say: NaN and infinities become null, NumPy scalars numbers.
 
     >>> plain({"a": float("nan"), 2: (1, np.float32(0.5))})
     {'a': None, '2': [1, 0.5]}
@@ -47,7 +47,7 @@ def plain(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, Sequence) or isinstance(value, np.ndarray):
+    if isinstance(value, Sequence | np.ndarray):
         return [plain(v) for v in value]
     return str(value)
 
@@ -68,7 +68,12 @@ def _summary(a: Attribution) -> dict[str, Any]:
     tiles = a.tiles
     data: dict[str, Any] = {
         "shape": list(a.error.shape),
-        "error": {"rms": error.rms, "max": error.max, "mean": error.mean, "mean_stderr": error.stderr},
+        "error": {
+            "rms": error.rms,
+            "max": error.max,
+            "mean": error.mean,
+            "mean_stderr": error.stderr,
+        },
         "sources": {c.name: _contribution(c) for c in a.sources.values()},
         "groups": {c.name: _contribution(c) for c in a.groups.values()},
         "residual": {
@@ -95,10 +100,10 @@ def to_json(
     options: Mapping[str, Any] | None = None,
     sweep: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
-    """Strict JSON (RFC 8259), indented, one trailing newline; the same attribution gives the same bytes.
+    """Strict JSON (RFC 8259), indented; the same arguments give the same bytes.
 
-    `outputs` holds one summary per output, the main one first; in each, `share` is <c, e> / <e, e> and the shares
-    of `sources` and `residual` sum to 1. `residual.norm_ratio` is |residual| / |error|.
+    `outputs` holds one summary per output, the main one first; in each, `share` is <c, e> / <e, e>
+    and those of `sources` and `residual` sum to 1. `residual.norm_ratio` is |residual| / |error|.
     """
     data = {
         "schema": SCHEMA,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from emulation.report import text
 
 if TYPE_CHECKING:
-    from emulation.attribution import Attribution
+    from emulation.contributions import Attribution
 
 _HEAD = ("source", "group", "rms", "max", "mean (bias)", "share before the cast", "share")
 _SPECIAL = str.maketrans({c: "\\" + c for c in "\\|<>`*_[]"})
@@ -23,7 +23,10 @@ def _table(head: tuple[str, ...], lines: list[list[str]], left: int) -> list[str
     widths = [max(len(line[i]) for line in [list(head), *lines]) for i in range(len(head))]
     rule = [("-" * w if i < left else "-" * (w - 1) + ":") for i, w in enumerate(widths)]
     padded = [
-        [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(x, widths, strict=True))]
+        [
+            c.ljust(w) if i < left else c.rjust(w)
+            for i, (c, w) in enumerate(zip(x, widths, strict=True))
+        ]
         for x in [list(head), rule, *lines]
     ]
     return ["| " + " | ".join(line) + " |" for line in padded]
@@ -45,12 +48,12 @@ def to_markdown(
 ) -> str:
     """Headline, the table of sources, the groups of the other outputs, and the notes.
 
-    Shares are of the whole error; "before the cast" are shares of the error that the result had before it was
-    rounded to the output format. Ends with a newline.
+    Shares are of the whole error; those before the cast are of the error that the result had before
+    it was rounded to the output format. Ends with a newline.
     """
     parts = text.parts_of(attribution)
     out: list[str] = [
-        f"# Error of {_cell(text.printable(attribution.algorithm))} attention in {attribution.dtype}",
+        f"# {_cell(text.printable(text.title(attribution)))}",
         "",
         text.headline(attribution),
         "",
@@ -66,16 +69,17 @@ def to_markdown(
         out += [
             f"## {_cell(text.printable(name))}",
             "",
-            f"{shape} values; rms error {text.number(stats.rms)}, largest {text.number(stats.max)}, "
+            f"{shape} values in {attribution.dtype}; rms error {text.number(stats.rms)}, "
+            f"largest {text.number(stats.max)}, "
             f"mean {text.number(stats.mean)} ± {text.number(stats.stderr)}; "
             f"oracle radius {text.number(float(part.oracle_radius))}",
             "",
         ]
-        head = _HEAD if main else ("group", "", *_HEAD[2:])
-        table = _lines(text.rows(part, sources=main))
-        if not main:
-            head, table = (head[0], *head[2:]), [[line[0], *line[2:]] for line in table]
-        out += [*_table(head, table, 2 if main else 1), ""]
+        lines = _lines(text.rows(part, sources=main))
+        if main:
+            out += [*_table(_HEAD, lines, 2), ""]
+        else:
+            out += [*_table(("group", *_HEAD[2:]), [[x[0], *x[2:]] for x in lines], 1), ""]
         notes = [f"- {_cell(text.printable(note))}" for note in part.notes]
         out += [*notes, ""] if notes else []
     return "\n".join(out)

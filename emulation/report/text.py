@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from emulation.attribution import Attribution, Contribution
+    from emulation.contributions import Attribution, Contribution
 
 RESIDUAL = "second order"
 """Name of the row that closes the sum: what the first-order contributions leave over."""
@@ -31,12 +31,16 @@ _WORDS = {
     "delta": "delta = rowsum(dO·O)",
     "dS rounding": "rounding dS before its products",
     "LSE": "the log-sum-exp",
+    "P from forward": "the stored P",
+    "dP": "the product dO·V",
+    "dS": "the arithmetic of dS",
+    RESIDUAL: "what the first-order contributions do not cover",
 }
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; shares are fractions (0.5 is 50 %), None where there is no such value."""
+    """One line of the table; shares are fractions (0.5 is 50 %), None where there is none."""
 
     kind: Literal["source", "group", "residual", "total"]
     name: str
@@ -51,7 +55,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a tensor of signed errors comes to. `stderr`: of the mean, elements taken as independent."""
+    """What signed errors come to. `stderr`: of the mean, elements taken as independent."""
 
     rms: float
     max: float
@@ -77,7 +81,7 @@ class Statistics:
 
 
 def rms(x: NDArray[np.float64]) -> float:
-    """Root of the mean square, without overflow or underflow of the squares; 0 for an empty array."""
+    """Root of the mean square, whose squares neither overflow nor vanish; 0 for an empty array."""
     top = float(np.max(np.abs(x))) if x.size else 0.0
     if top == 0.0 or not math.isfinite(top):
         return top
@@ -85,7 +89,7 @@ def rms(x: NDArray[np.float64]) -> float:
 
 
 def inner_share(c: NDArray[np.float64], e: NDArray[np.float64]) -> float | None:
-    """<c, e> / <e, e>: the signed part of e that c accounts for; None where e is 0 or not finite."""
+    """<c, e> / <e, e>: the signed part of e that c accounts for; None where e is 0 or infinite."""
     top = float(np.max(np.abs(e))) if e.size else 0.0
     if top == 0.0 or not math.isfinite(top):
         return None
@@ -95,7 +99,7 @@ def inner_share(c: NDArray[np.float64], e: NDArray[np.float64]) -> float | None:
 
 
 def printable(text: object, limit: int = 400) -> str:
-    """One line that a terminal and a page can show: no control, bidirectional or line-breaking characters.
+    """One line that a terminal and a page can show: no control or bidirectional characters.
 
     >>> printable("a\\x1b[31m\\nb")
     'a�[31m b'
@@ -129,7 +133,7 @@ def number(x: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A fraction as per cent: one decimal, more where that would show nothing, 0 only for exactly 0.
+    """A fraction as per cent: one decimal, more where that shows nothing, 0 only for exactly 0.
 
     >>> percent(0.5834), percent(0.000012), percent(-1.2e-9), percent(0.0)
     ('58.3 %', '0.0012 %', '-1.2e-7 %', '0 %')
@@ -162,7 +166,7 @@ def _row(kind: Literal["source", "group"], c: Contribution, before: Contribution
 
 
 def rows(attribution: Attribution, *, sources: bool = True) -> list[Row]:
-    """The table: groups by falling rms, each followed by its sources, then the residual and the total.
+    """The table: groups by falling rms, each followed by its sources; then residual and total.
 
     A group with one source is that source's line alone. `sources=False` leaves the group lines.
     """
@@ -195,7 +199,17 @@ def rows(attribution: Attribution, *, sources: bool = True) -> list[Row]:
     whole = inner_share(attribution.error, attribution.error)
     before_whole = inner_share(before.error, before.error) if before else None
     table.append(
-        Row("total", "total", "", "observed − exact", error.rms, error.max, error.mean, before_whole, whole)
+        Row(
+            "total",
+            "total",
+            "",
+            "observed − exact",
+            error.rms,
+            error.max,
+            error.mean,
+            before_whole,
+            whole,
+        )
     )
     return table
 
@@ -204,24 +218,40 @@ def _finite(x: float) -> float:
     return float(x) if math.isfinite(x) else math.inf
 
 
+def is_difference(attribution: Attribution) -> bool:
+    """Whether this is one algorithm minus another, rather than minus the exact values."""
+    return " - " in attribution.algorithm
+
+
+def title(attribution: Attribution) -> str:
+    """The question that the report answers."""
+    if is_difference(attribution):
+        one, other = attribution.algorithm.split(" - ", 1)
+        return f"Why {one} and {other} attention differ"
+    return f"Where the error of {attribution.algorithm} attention comes from"
+
+
 def headline(attribution: Attribution) -> str:
-    """The verdict as one or two sentences: the groups of 5 % or more, then rescaling and the rest."""
+    """The verdict as two sentences: the groups of 5 % or more, then rescaling and the rest."""
+    what = "difference" if is_difference(attribution) else "error"
     if not np.any(attribution.error):
-        return "There is no error: every value is exact."
+        return f"There is no {what}: all values are equal."
     shares = {g.name: float(g.share) for g in attribution.groups.values()}
-    if not all(math.isfinite(s) for s in shares.values()) or not np.all(np.isfinite(attribution.error)):
-        return "The error is not finite, so it cannot be shared out."
+    shares[RESIDUAL] = inner_share(attribution.residual, attribution.error) or 0.0
+    if not (np.all(np.isfinite(attribution.error)) and np.all(np.isfinite(list(shares.values())))):
+        return f"The {what} is not finite, so it cannot be shared out."
     big = sorted((n for n, s in shares.items() if abs(s) >= 0.05), key=lambda n: -shares[n])
-    parts = [f"{100 * shares[n]:.0f} % of the error comes from {_say(n)}" for n in big[:1]]
+    parts = [f"{100 * shares[n]:.0f} % of the {what} comes from {_say(n)}" for n in big[:1]]
     parts += [f"{100 * shares[n]:.0f} % from {_say(n)}" for n in big[1:]]
-    text = (", ".join(parts[:-1]) + " and " + parts[-1] if len(parts) > 1 else "".join(parts)) or (
-        "No group reaches 5 % of the error"
-    )
-    small = sum(s for n, s in shares.items() if n not in big and n != "rescale")
-    tail = f"everything else together {percent(small)}"
+    start = ", ".join(parts[:-1]) + " and " + parts[-1] if len(parts) > 1 else "".join(parts)
+    rest = sum(s for n, s in shares.items() if n not in big and n != "rescale")
+    tail = f"everything else together {percent(rest)}"
     if "rescale" in shares and "rescale" not in big:
-        tail = f"Rescaling contributes {percent(shares['rescale'])}, {tail}"
-    return f"{text}. {tail[0].upper()}{tail[1:]}."
+        tail = f"rescaling contributes {percent(shares['rescale'])}, {tail}"
+    elif "rescale" not in shares and attribution.plan is not None:
+        tail = f"rescaling rounds nothing; {tail}"
+    start = start or f"No group reaches 5 % of the {what}"
+    return f"{start}. {tail[0].upper()}{tail[1:]}."
 
 
 def _say(group: str) -> str:

@@ -1,0 +1,394 @@
+"""Attribution: the error of an attention output, split among the places that rounded.
+
+The algorithm runs once on the tracking machine, which carries every source's signed error along
+with every value; what arrives at the output are the contributions, and they sum to the error. The
+reference is the oracle, which shares no code with the tracking: what both disagree on is the
+residual, and it is always printed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from emulation import oracle
+from emulation.backward import (
+    Gradients,
+    Saved,
+    check_dout,
+    delta_parts,
+    finite_lse,
+    flash_backward,
+    standard_backward,
+)
+from emulation.contributions import Attribution, assemble, with_parts
+from emulation.flash import Forward, constants, flash_rows, resolve_plan, row_blocks
+from emulation.plan import Numerics, Plan, default_plan
+from emulation.problem import Array, Problem
+from emulation.sources import SOURCES
+from emulation.standard import standard_machine, standard_rows
+from emulation.tracking import F64, Tracked, TrackingMachine
+
+Progress = Callable[[str, float], None]
+
+#: Residuals above this share of the error are explained in the notes.
+EXPECTED_RESIDUAL = 1e-6
+
+
+# -- running the algorithms on the tracking machine
+# ---------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Tracks:
+    """Tracked outputs of all heads, and what the backward needs of the forward."""
+
+    out: list[Tracked]
+    o: list[Tracked]
+    lse: list[Tracked]
+    started: Array
+    p: list[Tracked]
+
+    def forward(self, started: Array) -> Forward:
+        lse = np.stack([x.value for x in self.lse])
+        return Forward(
+            out=np.stack([x.value for x in self.out]),
+            lse=np.where(started, lse, np.float32(-np.inf)),
+            o=np.stack([x.value for x in self.o]),
+        )
+
+
+def track_forward(
+    m: TrackingMachine, problem: Problem, plan: Plan | None, progress: Progress | None
+) -> _Tracks:
+    """The forward of every head, tracked: flash under a plan, standard without one."""
+    lo, hi = problem.band()
+    tracks = _Tracks([], [], [], hi > lo, [])
+    for h in range(problem.heads):
+        k, v = problem.k[problem.kv_head(h)], problem.v[problem.kv_head(h)]
+        blocks = []
+        for block in row_blocks(problem.n_q):
+            q = m.input(problem.q[h, block])
+            if plan is not None:
+                const = constants(m, problem)
+                rows = flash_rows(m, plan, const, q, k, v, lo[block], hi[block])
+                blocks.append((rows.out, rows.o, rows.lse, None))
+            else:
+                std = standard_rows(m, problem, q, k, v, lo[block], hi[block])
+                blocks.append((std.out, std.o, std.lse, std.p))
+            if progress is not None:
+                progress("forward", (h + block.stop / problem.n_q) / problem.heads)
+        for i, into in enumerate((tracks.out, tracks.o, tracks.lse)):
+            into.append(m.concatenate([b[i] for b in blocks]))
+        if plan is None:
+            tracks.p.append(m.concatenate([b[3] for b in blocks]))
+    return tracks
+
+
+def _track_backward(
+    m: TrackingMachine,
+    problem: Problem,
+    plan: Plan | None,
+    tracks: _Tracks,
+    exact_out: F64,
+    exact_lse: F64,
+    dout: Array,
+    dlse: Array | None,
+    progress: Progress | None,
+) -> Gradients:
+    """The backward; what the forward hands over arrives as known values with their whole errors
+    named.
+    """
+
+    def known(value: Array, exact: F64, errors: dict[str, F64]) -> Tracked:
+        return Tracked(value.astype(np.float32), exact, errors)
+
+    forward = tracks.forward(tracks.started)
+    lse_exact = np.where(tracks.started, exact_lse, 0.0)
+
+    def lse(h: int) -> Tracked:
+        value = finite_lse(forward.lse[h])
+        return known(value, lse_exact[h], {"LSE": value - lse_exact[h]})
+
+    if plan is None:
+
+        def p(h: int) -> Tracked:
+            node = tracks.p[h]
+            return known(node.value, node.exact, {"P from forward": node.value - node.exact})
+
+        saved = Saved(lse=lse, o=lambda h: [], p=p)
+        return standard_backward(m, problem, dout, dlse, saved, progress)
+
+    def o(h: int) -> list[Tracked]:
+        rounded, *rest = delta_parts(plan, forward, h)
+        wide = forward.o[h].astype(np.float64)
+        errors = {"O in delta": wide - exact_out[h], "rounded O in delta": rounded - wide}
+        parts = [known(rounded, exact_out[h], errors)]
+        for r in rest:
+            parts.append(
+                known(r, np.zeros(wide.shape), {"rounded O in delta": r.astype(np.float64)})
+            )
+        return parts
+
+    return flash_backward(m, plan, problem, dout, dlse, Saved(lse=lse, o=o), progress)
+
+
+def _stack(nodes: list[Tracked], shape: tuple[int, ...]) -> tuple[F64, dict[str, F64]]:
+    """Heads stacked: values and errors of every source, in the caller's shape."""
+    names = [n for n in SOURCES if any(n in x.errors for x in nodes)]
+    zero = np.zeros(nodes[0].exact.shape)
+    errors = {n: np.stack([x.errors.get(n, zero) for x in nodes]).reshape(shape) for n in names}
+    value = np.stack([x.value for x in nodes]).astype(np.float64).reshape(shape)
+    return value, errors
+
+
+def _notes(problem: Problem, part: Attribution, foreign: int) -> tuple[str, ...]:
+    """Why a residual is larger than expected."""
+    name, size = part.output, part.error.size
+    if foreign:
+        return (
+            f"{name}: the observed output differs from the emulated one in {foreign} of {size} "
+            "elements; that difference has no source here and is in the residual.",
+        )
+    if part.residual_share <= EXPECTED_RESIDUAL:
+        return ()
+    rms = float(np.sqrt(np.mean(part.error**2)))
+    largest = max((s.rms for s in part.sources.values()), default=0.0)
+    text = f"{name}: the residual is {part.residual_share:.1e} of the error"
+    scores = _largest_score(problem)
+    if largest > 1e3 * rms:
+        return (
+            f"{text}: single contributions are {largest / rms:.0e} times larger than the error "
+            f"and cancel. Scores reach {scores:.1e}: their rounding alone moves whole exponents.",
+        )
+    return (
+        f"{text}: the error (rms {rms:.1e}) is near what float64 resolves here (oracle radius "
+        f"{part.oracle_radius:.1e}, scores up to {scores:.1e}).",
+    )
+
+
+def _largest_score(problem: Problem) -> float:
+    q, k = (np.abs(x.astype(np.float32)).astype(np.float64).sum(-1) for x in (problem.q, problem.k))
+    return float(problem.scale * q.max(initial=0.0) * k.max(initial=0.0))
+
+
+def _tiles(problem: Problem, plan: Plan | None) -> Array | None:
+    if plan is None:
+        return None
+    lo, hi = problem.band()
+    return np.where(hi > lo, -(-hi // plan.tile_n) - lo // plan.tile_n, 0)
+
+
+def attribute(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    dout: Any = None,
+    dlse: Any = None,
+    algorithm: str = "flash",
+    against: str | None = None,
+    plan: Plan | None = None,
+    numerics: Numerics | dict[str, Any] | None = None,
+    state: str = "float32",
+    scale: float | None = None,
+    causal: Any = False,
+    window: Any = None,
+    softcap: float | None = None,
+    observed: Any = None,
+    progress: Progress | None = None,
+) -> Attribution:
+    """Split the error of attention among the places that rounded.
+
+    q, k, v and options as in `flash`; NumPy arrays, finite, not empty. algorithm: "flash" (under
+    plan or numerics) or "standard". state: the format kept between steps ("float32", "bfloat16",
+    "float16"; a given plan has its own). against: the other algorithm, subtracted source by source.
+    dout (and dlse): also attribute the gradients. observed: somebody else's out, to be explained in
+    place of the emulated one; what the emulation does not reproduce stays in the residual.
+    progress(step, fraction) is called now and then. Returns the `Attribution` of out, with `parts`.
+    Raises TypeError or ValueError naming argument, value and rule, and OverflowError where the
+    algorithm leaves the range of its formats (half-precision state).
+
+    Source: signed first-order attribution is CENA (Langlois 2001); the weights here are secants, so
+    that the contributions close exactly (see `tracking`).
+
+    >>> from emulation.samples import sample
+    >>> a = attribute(*sample("normal", n=32, d=16))
+    >>> bool(a.residual_share < 1e-6), max(a.groups, key=lambda g: a.groups[g].share)
+    (True, 'output cast')
+    """
+    if algorithm not in ("flash", "standard"):
+        raise ValueError(f"algorithm: got {algorithm!r}, must be 'flash' or 'standard'")
+    if against is not None and against not in ("flash", "standard"):
+        raise ValueError(f"against: got {against!r}, must be 'flash', 'standard' or None")
+    problem = Problem.of(q, k, v, scale=scale, causal=causal, window=window, softcap=softcap)
+    if not problem.heads or not problem.n_q or not problem.n_k:
+        raise ValueError(f"q: shape {tuple(q.shape)}, k: {tuple(k.shape)}, must not be empty")
+    where = problem.nonfinite()
+    if where is not None:
+        raise ValueError(where)
+    gradients = None if dout is None else check_dout(problem, dout, dlse)
+    if dout is None and dlse is not None:
+        raise ValueError("dlse: given without dout, must come with it")
+    shape = (*problem.lead, problem.n_q, problem.d_v)
+    if observed is not None and tuple(np.shape(observed)) != shape:
+        raise ValueError(f"observed: shape {tuple(np.shape(observed))}, must be {shape}")
+    flash_plan = flash_plan_of(problem, plan, numerics, state)
+    exact = _Exact.of(problem, gradients)
+
+    def run(which: str, seen: Any) -> Attribution:
+        used = flash_plan if which == "flash" else None
+        return _attribute_one(problem, used, state, gradients, exact, seen, progress)
+
+    result = run(algorithm, observed)
+    return result if against is None else result - run(against, None)
+
+
+def flash_plan_of(
+    problem: Problem, plan: Plan | None, numerics: Numerics | dict[str, Any] | None, state: str
+) -> Plan:
+    """The Plan of a flash run: the given one, or the default with this state."""
+    standard_machine(problem, state)  # checks state
+    if plan is None:
+        return default_plan(problem, numerics, state=state)
+    return resolve_plan(problem, plan, numerics)
+
+
+@dataclass(frozen=True, eq=False)
+class _Exact:
+    """The oracle's answers, heads flattened."""
+
+    out: F64
+    lse: F64
+    radius: float
+    gradients: tuple[F64, F64, F64] | None
+    gradient_radius: float
+
+    @staticmethod
+    def of(problem: Problem, gradients: tuple[Array, Array | None] | None) -> _Exact:
+        options: dict[str, Any] = {
+            "scale": problem.scale,
+            "causal": problem.causal,
+            "window": problem.window,
+            "softcap": problem.softcap,
+        }
+        qkv = _batched(problem)
+        exact = oracle.attention(*qkv, **options)
+        if gradients is None:
+            return _Exact(_flat(exact.out), _flat(exact.lse, 1), exact.radius, None, 0.0)
+        dout, dlse = gradients
+        lead = qkv[0].shape[:2]
+        g = oracle.attention_vjp(
+            *qkv,
+            dout.reshape(*lead, *dout.shape[1:]),
+            dlse=None if dlse is None else dlse.reshape(*lead, dlse.shape[1]),
+            **options,
+        )
+        return _Exact(
+            _flat(exact.out),
+            _flat(exact.lse, 1),
+            exact.radius,
+            (_flat(g.dq), _flat(g.dk), _flat(g.dv)),
+            g.radius,
+        )
+
+
+def _batched(problem: Problem) -> tuple[Array, Array, Array]:
+    """(1, H, N, D): one batch whose GQA groups are those of the flattened heads."""
+    return problem.q[None], problem.k[None], problem.v[None]
+
+
+def _flat(x: F64, trailing: int = 2) -> F64:
+    return x.reshape(-1, *x.shape[x.ndim - trailing :])
+
+
+def _require_finite(m: TrackingMachine, algorithm: str, nodes: Iterable[Tracked]) -> None:
+    if all(np.all(np.isfinite(e)) for x in nodes for e in (x.exact, *x.errors.values())):
+        return
+    raise OverflowError(
+        f"{algorithm}: left the range of its formats at {', '.join(m.overflows)}; must stay finite "
+        "(a wider state, or smaller scores)"
+    )
+
+
+def _attribute_one(
+    problem: Problem,
+    plan: Plan | None,
+    state: str,
+    gradients: tuple[Array, Array | None] | None,
+    exact: _Exact,
+    observed: Any,
+    progress: Progress | None,
+) -> Attribution:
+    m = tracking_machine(problem, plan, state)
+    name = "flash" if plan is not None else "standard"
+    kept = plan.state if plan is not None else state
+    algorithm = name if kept == "float32" else f"{name}[{kept}]"
+    with np.errstate(all="ignore"):  # _require_finite reports what overflowed
+        tracks = track_forward(m, problem, plan, progress)
+    _require_finite(m, algorithm, (*tracks.out, *tracks.lse))
+    started = tracks.started
+    tiles = _tiles(problem, plan)
+
+    def part(
+        output: str, nodes: list[Tracked], wide: list[Tracked] | None, truth: F64, radius: float
+    ) -> Attribution:
+        shape = truth.shape
+        value, errors = _stack(nodes, shape)
+        foreign = 0
+        if output == "out" and observed is not None:
+            given = np.asarray(observed, np.float32).astype(np.float64).reshape(shape)
+            foreign = int(np.count_nonzero(given != value))
+            value = given
+        common: dict[str, Any] = {
+            "output": output, "algorithm": algorithm, "plan": plan, "dtype": problem.dtype,
+            "exact": truth, "radius": radius,
+            "tiles": tiles if output in ("out", "lse", "dq") else None,
+        }  # fmt: skip
+        before = None
+        if wide is not None:
+            wide_value, wide_errors = _stack(wide, shape)
+            before = assemble(observed=wide_value, errors=wide_errors, **common)
+        whole = assemble(observed=value, errors=errors, before_cast=before, **common)
+        return dataclasses.replace(whole, notes=_notes(problem, whole, foreign))
+
+    out_shape = (*problem.lead, problem.n_q, problem.d_v)
+    lse_truth = np.where(started, exact.lse, 0.0).reshape(out_shape[:-1])
+    lse_nodes = [m.select(started, x, np.zeros(started.shape, np.float32)) for x in tracks.lse]
+    out = part("out", tracks.out, tracks.o, exact.out.reshape(out_shape), exact.radius)
+    parts = {"lse": part("lse", lse_nodes, None, lse_truth, exact.radius)}
+    if gradients is not None and exact.gradients is not None:
+        dout, dlse = gradients
+        with np.errstate(all="ignore"):
+            g = _track_backward(
+                m, problem, plan, tracks, exact.out, exact.lse, dout, dlse, progress
+            )
+        _require_finite(m, algorithm, (*g.dq, *g.dk, *g.dv))
+        kv = (*problem.kv_lead, problem.n_k)
+        shapes = ((*problem.lead, problem.n_q, problem.d), (*kv, problem.d), (*kv, problem.d_v))
+        nodes = ((g.dq, g.dq_wide), (g.dk, g.dk_wide), (g.dv, g.dv_wide))
+        for label, (narrow, wide), truth, shape in zip(
+            ("dq", "dk", "dv"), nodes, exact.gradients, shapes, strict=True
+        ):
+            parts[label] = part(label, narrow, wide, truth.reshape(shape), exact.gradient_radius)
+    return with_parts(out, parts)
+
+
+def tracking_machine(
+    problem: Problem, plan: Plan | None, state: str, fold: Iterable[str] = ()
+) -> TrackingMachine:
+    """The tracking machine of a plan, or of a standard attention in a state."""
+    if plan is None:
+        return TrackingMachine(fmt=problem.dtype, state=state, fold=fold)
+    return TrackingMachine(
+        arch=plan.arch,
+        step=plan.step,
+        fmt=plan.format,
+        state=plan.state,
+        exp2=plan.numerics.exp2,
+        fold=fold,
+    )
