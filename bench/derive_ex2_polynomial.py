@@ -1,6 +1,6 @@
 """Derive the float32 coefficients of `emulation.sfu.ex2_polynomial`: 2^f on [0, 1], degree 5.
 
-    python bench/derive_ex2_polynomial.py
+    python -m bench.derive_ex2_polynomial
 
 Remez exchange on the relative error with the constant term 1 gives the real coefficients; it is
 weighted, because the rounding of the last FMA takes more of the budget near f = 0. The two lowest

@@ -1,6 +1,6 @@
 """Derive the tables of `emulation.sfu` from recorded outputs over all 2^23 mantissas.
 
-    python bench/derive_sfu_tables.py [GOLDEN_DIR]        (default: tests/golden)
+    python -m bench.derive_sfu_tables [GOLDEN_DIR]        (default: tests/golden)
 
 Every output bounds (A << s) +- B r +- C sq(r) + const on both sides, so the three integers of a
 slice are a small integer fit: for given B and C, A must lie in an interval. C and B are searched

@@ -24,7 +24,7 @@ from emulation.report.text import printable, rms
 from emulation.report.work import FORMATS, MAX_PAIRS, Work, prepare, said
 
 if TYPE_CHECKING:
-    from emulation.attribution import Attribution
+    from emulation.contributions import Attribution
 
 SWEEP_ROWS, SWEEP_TILES = 256, (32, 64, 128, 256, 512)
 
@@ -195,6 +195,8 @@ def _attribute(work: Work, args: argparse.Namespace, **more: Any) -> Attribution
             **work.masks,
             **more,
         )
+    except OverflowError as error:
+        raise InputError(str(error).replace("; must", ": must")) from None
     except (TypeError, ValueError) as error:
         # Only what names one of our arguments is the user's; the rest are defects, with traceback.
         if re.match(rf"({_ARGUMENTS})\b[^:]*: ", str(error)):
@@ -238,12 +240,14 @@ def _run_report(args: argparse.Namespace, command: str) -> str:
     """Everything of `cuflash report`; returns the Markdown. Raises InputError."""
     from emulation import report
 
-    if args.numerics and args.input is None and "=" not in args.numerics[-1]:
+    if args.input is None and args.numerics and args.numerics[-1].endswith(".npz"):
         # `--numerics a=b INPUT.npz`: argparse gives the list everything that follows it.
         args.input = args.numerics.pop()
     html = None if args.no_html else OutputFile.check("--output", args.output)
     json = None if args.json is None else OutputFile.check("--json", args.json)
-    taken = [os.path.realpath(args.input)] if args.input else []
+    # A NUL cannot be resolved; reading the input will say so.
+    named = args.input and "\0" not in args.input
+    taken = [os.path.realpath(args.input)] if named else []
     for file in (f for f in (html, json) if f is not None):
         if file.path in taken and not file.direct:
             raise InputError(f"{file.argument}: {file.path}: must differ from the other files")
@@ -272,13 +276,14 @@ def _run_report(args: argparse.Namespace, command: str) -> str:
         backward=args.backward,
         seed=args.seed,
     )
-    extra = float(min(work.last_rows(SWEEP_ROWS).pairs, MAX_PAIRS) * len(SWEEP_TILES))
+    sweeping = html is not None or json is not None
+    extra = float(min(work.last_rows(SWEEP_ROWS).pairs, MAX_PAIRS) * len(SWEEP_TILES)) * sweeping
     cost = float(work.pairs * _stages(args, args.backward))
     with Progress(cost + extra) as bar:
         progress = bar.part(cost, args.algorithm, _stages(args, args.backward))
         found = _attribute(work, args, numerics=numerics, progress=progress)
         found = dataclasses.replace(found, notes=(*found.notes, *work.notes))
-        sweep = _sweep(found, work, args, bar, extra) if html or json else None
+        sweep = _sweep(found, work, args, bar, extra) if sweeping else None
     shown = _options(work, args)
     if json is not None:
         data = report.to_json(

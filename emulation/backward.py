@@ -134,6 +134,7 @@ def flash_backward(
     lo, hi = (xp.asarray(x) for x in problem.band())
     kv_heads, n_k = int(problem.k.shape[0]), problem.n_k
     log2e = m.constant("LSE scaling", LOG2E)
+    scale = _gradient_scale(m, problem, const)
     tile_n, tile_m = plan.backward.tile_n, plan.backward.tile_m
     starts = list(range(0, n_k, tile_n))
     if plan.backward.dq_order == "descending":
@@ -181,14 +182,13 @@ def flash_backward(
                 for part in ds_parts:
                     share = m.dot_seen("dQ accumulation", part, k_t, share, seen)
                 dq[h] = _added(m, "dQ order", dq[h], share, rows)
-            dk_tiles[start] = m.mul("gradient scaling", dk, const.scale)
+            dk_tiles[start] = m.mul("gradient scaling", dk, scale)
             dv_tiles[start] = dv
             if progress is not None:
                 progress("backward", (g * len(starts) + step + 1) / (kv_heads * len(starts)))
         order = sorted(dk_tiles)
         result.dk_wide.append(_stacked(m, [dk_tiles[i] for i in order], (0, problem.d)))
         result.dv_wide.append(_stacked(m, [dv_tiles[i] for i in order], (0, problem.d_v)))
-    scale = _gradient_scale(m, problem, const)
     result.dq_wide.extend(m.mul("gradient scaling", x, scale) for x in dq)
     return _cast_all(m, plan.format if plan.numerics.out == "input" else "float32", result)
 

@@ -345,7 +345,7 @@ def _exponents(x: Any, emin: int) -> Any:
 def mma(a: Any, b: Any, c: Any, lead: tuple[int, ...], s: Step, exact: Callable[..., Any]) -> Any:
     """See `tensor_core.mma`; `exact` is the NumPy path, which does the rows with NaN or Inf."""
     m, n = a.shape[-2], b.shape[-2]
-    d = np.array(np.broadcast_to(c, (*lead, m, n)), np.float32)
+    d = np.array(np.broadcast_to(c, (*lead, m, n)), np.float32, order="C")  # `_pages` flattens it
     for a2, b2, d2 in _pages(a, b, d, lead):
         bad_rows = ~np.isfinite(a2).all(1) | ~np.isfinite(d2).all(1)
         bad_columns = ~np.isfinite(b2).all(1)

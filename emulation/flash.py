@@ -137,14 +137,25 @@ def _follow(
         move = first | (sees & (m.value(new_r) > m.value(old.r)))
     else:
         move = sees
-    return Reference(m.select(move, new_m, old.m), m.select(move, new_r, old.r), started)
+    # A reference that comes out the same is the same: nothing is rescaled, nor in exact arithmetic.
+    turn = move & (first | _moved(m, plan, old, Reference(new_m, new_r, started)))
+    return Reference(m.select(move, new_m, old.m), m.select(turn, new_r, old.r), started)
+
+
+def _moved(m: Machine, plan: Plan, old: Reference, new: Reference) -> Array:
+    """Whether alpha has to be formed: the quantity that the Plan forms it from has changed."""
+    if plan.alpha == "maxima":
+        changed: Array = m.value(old.m) != m.value(new.m)
+        return changed
+    changed = m.value(old.r) != m.value(new.r)
+    return changed
 
 
 def _alpha(m: Machine, plan: Plan, const: Constants, old: Reference, new: Reference) -> Node | None:
     """alpha = 2^(r_old - r_new), or None where no row's reference moved and nothing is to be
     rescaled.
     """
-    moved = old.started & (m.value(old.r) != m.value(new.r))
+    moved = old.started & _moved(m, plan, old, new)
     if not bool(moved.any()):
         return None
     if plan.alpha == "maxima":

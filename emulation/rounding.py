@@ -7,6 +7,7 @@ are tested equal.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import sys
@@ -76,12 +77,19 @@ def fast_path(xp: Any, backend: Backend = None) -> ModuleType | None:
         if backend == "numba":
             raise TypeError(f'backend: "numba" takes NumPy arrays, got {xp.__name__} arrays')
         return None
+    module, missing = _load_fast()
+    if missing and backend == "numba":
+        raise missing
+    return module
+
+
+@functools.cache
+def _load_fast() -> tuple[ModuleType | None, ImportError | None]:
+    """`emulation.fast`, or why it is missing; looked for once, as a failing import is slow."""
     try:
-        return importlib.import_module("emulation.fast")
-    except ImportError:
-        if backend == "numba":
-            raise
-        return None
+        return importlib.import_module("emulation.fast"), None
+    except ImportError as missing:
+        return None, missing
 
 
 # --- scalars, to be read --------------------------------------------------------------------------

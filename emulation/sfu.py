@@ -1,5 +1,4 @@
-"""The special function unit: ex2, rcp and lg2 `.approx.ftz.f32`, bit for bit, and a polynomial ex2
-from FMAs alone.
+"""The special function unit: ex2, rcp and lg2 `.approx.ftz.f32`, bit for bit, and an ex2 of FMAs.
 
 All three functions follow one recipe: the mantissa picks a slice of a table, and (A << s) +- B r +-
 C r^2 + const, with a squarer that drops low partial products, gives the result's mantissa. The
@@ -27,10 +26,10 @@ ONE = 1 << 23
 
 @dataclass(frozen=True)
 class Unit:
-    """The constants of one function: result = ((A << shift) + b_sign B r + c_factor C sq(r << up) +
-    const) >> drop.
+    """The constants of one function.
 
-    r is the low `bits` of the 23-bit mantissa, the rest picks the slice; sq takes 17-bit numbers.
+    result = ((A << shift) + b_sign B r + c_factor C sq(r << up) + const) >> drop, where r is the
+    low `bits` of the 23-bit mantissa and the rest picks the slice; sq takes 17-bit numbers.
     """
 
     name: str
@@ -131,10 +130,10 @@ def _from_bits(bits: Any) -> Any:
 def ex2(x: Any, *, backend: Backend = None) -> Any:
     """2^x as `ex2.approx.ftz.f32`; float32 array of the shape of x.
 
-    NaN gives NaN 0x7fffffff, +Inf gives +Inf, -Inf gives +0; subnormals and zeros give exactly 1; x
-    < -126 gives +0 (subnormal results are flushed), x >= 128 gives +Inf. Within 1.4 ulp, never
-    above 0.04% one ulp low for x >= 0; for x < 0, |x| is cut to 23 fraction bits and complemented,
-    hence a bias of -1e-7.
+    NaN gives NaN 0x7fffffff, +Inf gives +Inf, -Inf gives +0; subnormals and zeros give exactly 1;
+    x < -126 gives +0 (subnormal results are flushed), x >= 128 gives +Inf. Within 1.4 ulp: over a
+    binade of x > 0, 61.1% of the results are correctly rounded, 38.9% one ulp high, 0.04% one low.
+    For x < 0, |x| is cut to 23 fraction bits and complemented: a bias of about -1e-7.
 
     >>> ex2(np.float32([0.0, -1.0, -126.5, 128.0, -0.5])).tolist()
     [1.0, 0.5, 0.0, inf, 0.7071067094802856]

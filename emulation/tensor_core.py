@@ -192,9 +192,10 @@ def mma(
     """d = a b^T + c as the tensor core computes it, bit for bit.
 
     a (..., M, K) and b (..., N, K) are float16 or bfloat16, or float32 arrays that hold values of
-    `fmt` (the format decides the exponent of subnormals). c is (..., M, N) float32, or None for
-    zeros. Leading axes broadcast as in matmul. Returns a float32 array (..., M, N), also for
-    out="float16", whose values are then float16 values.
+    `fmt` (the format decides the exponent of subnormals; that the values fit it is not checked).
+    c is (..., M, N) float32, or None for zeros; for out="float16" it must hold float16 values.
+    Leading axes broadcast as in matmul. Returns a float32 array (..., M, N), which for
+    out="float16" holds float16 values.
 
     K goes in ascending steps of `step` products (default: the architecture's; 8 is that of
     mma.m16n8k8), each result being the accumulator of the next; the last step is padded with zeros,
@@ -227,7 +228,8 @@ def mma(
         out_array = fast.mma(widen(a), widen(b), c, lead, s, _mma_steps)
     else:
         out_array = _mma_steps(widen(a), widen(b), c, s)
-    return xp.array(xp.broadcast_to(out_array, (*lead, m, n)))
+    full = (*lead, m, n)  # without any step, c alone decided the shape
+    return out_array if out_array.shape == full else xp.array(xp.broadcast_to(out_array, full))
 
 
 def _lookup(arch: str) -> Rule:
@@ -362,10 +364,10 @@ def fma_chain(a: Any, b: Any, c: Any = None, *, backend: Backend = None) -> Any:
     d = (
         xp.zeros(shape, np.float32)
         if c is None
-        else xp.array(xp.broadcast_to(c, shape), np.float32)
+        else xp.array(xp.broadcast_to(c, shape), np.float32, order="C")
     )
     fast = fast_path(xp, backend)
-    if fast:
+    if fast and k:
         return fast.fma_chain(a, b, d, lead)
     for i in range(k):
         d = rounding.fma(a[..., :, None, i], b[..., None, :, i], d, backend=backend)

@@ -14,7 +14,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from foreign import Foreign, foreign_arrays
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -22,7 +21,10 @@ from numpy.typing import NDArray
 from emulation import rounding
 from emulation.formats import FORMATS
 from emulation.rounding import Backend, Mode
+from tests.foreign import Foreign, foreign_arrays
 
+# Compiling the first numba kernel takes longer than any deadline.
+QUICK = settings(max_examples=50, deadline=None)
 Float32 = NDArray[np.float32]
 NAMES = list(FORMATS)
 
@@ -64,7 +66,7 @@ triples = st.lists(st.tuples(PATTERNS, PATTERNS, PATTERNS), min_size=1, max_size
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("mode", rounding.MODES)
-@settings(max_examples=40)
+@QUICK
 @given(rows=triples)
 def test_round_to_is_round_scalar(name: str, mode: Mode, rows: list[tuple[int, int, int]]) -> None:
     # Sums of two float32 values reach what float32 cannot hold: ties, and ties missed by 2^-40.
@@ -77,6 +79,7 @@ def test_round_to_is_round_scalar(name: str, mode: Mode, rows: list[tuple[int, i
 
 @pytest.mark.parametrize("backend", ["numpy", "numba"])
 @pytest.mark.parametrize("name", NAMES)
+@QUICK
 @given(patterns=st.lists(PATTERNS, min_size=1, max_size=40))
 def test_cast_is_round_scalar(name: str, backend: Backend, patterns: list[int]) -> None:
     if backend == "numba":
@@ -98,7 +101,7 @@ ARITY: dict[str, tuple[Callable[..., Any], int]] = {
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("op", ARITY)
-@settings(max_examples=50)
+@QUICK
 @given(rows=triples)
 def test_operations_are_the_exact_ones_rounded_once(
     op: str, name: str, rows: list[tuple[int, int, int]]
@@ -109,6 +112,7 @@ def test_operations_are_the_exact_ones_rounded_once(
     assert_same_bits(function(*args, name), expected)
 
 
+@QUICK
 @given(rows=triples)
 def test_fma_by_round_to_odd_is_the_machine_instruction(rows: list[tuple[int, int, int]]) -> None:
     pytest.importorskip("numba")
@@ -193,6 +197,7 @@ def test_errors_name_the_argument() -> None:
         rounding.scalar("pow", 2.0, 3.0)
 
 
+@QUICK
 @given(patterns=st.lists(PATTERNS, min_size=1, max_size=40))
 def test_widen_and_narrow_through_integers_are_exact(patterns: list[int]) -> None:
     x = values(patterns)
@@ -205,7 +210,7 @@ def test_widen_and_narrow_through_integers_are_exact(patterns: list[int]) -> Non
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("op", ARITY)
-@settings(max_examples=30)
+@QUICK
 @given(rows=triples)
 def test_other_array_modules_get_the_same_bits(
     op: str, name: str, rows: list[tuple[int, int, int]]

@@ -116,8 +116,7 @@ def matrix(x: Floats) -> arb_mat:
 
 
 def to_pair(x: Balls, shape: tuple[int, ...]) -> tuple[Floats, Floats, float]:
-    """The float64 nearest to each midpoint, what that leaves, and the largest radius around their
-    sum."""
+    """The float64 nearest to each midpoint, what that leaves, and the largest radius."""
     high, low, radius = [], [], 0.0
     for row in x:
         for ball in row:

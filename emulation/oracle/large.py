@@ -76,8 +76,7 @@ class Rows:
         self.norm = np.sqrt(((x / unit[:, None]) ** 2).sum(axis=1)) * (1 + 1e-12)
 
     def limbs(self, beta: int) -> tuple[Floats, Floats, Floats]:
-        """Three arrays that sum to x exactly; the first two are integers of beta bits times a power
-        of two per row."""
+        """Three arrays that sum to x; the first two are beta-bit integers of a unit per row."""
         unit = np.ldexp(1.0, np.maximum(self.top, -900) - beta)[:, None]
         first = np.rint(self.x / unit) * unit
         rest = self.x - first
@@ -87,8 +86,7 @@ class Rows:
 
 
 class Keys:
-    """The keys of one head (with their limbs, made when first needed) and what bounds their
-    products."""
+    """The keys of one head, and their exact products with queries; limbs are made when needed."""
 
     def __init__(self, k: Floats) -> None:
         self.rows = Rows(k)
@@ -208,8 +206,7 @@ def partial_terms(n: int) -> int:
 
 
 def blocks(rows: Index, lo: Index, hi: Index) -> Iterator[tuple[Index, slice]]:
-    """Positions in `rows`, BLOCK at a time, of the rows that see something, and the keys that they
-    see between them."""
+    """Positions in `rows`, BLOCK at a time, of rows that see something, and the keys they see."""
     seeing = np.flatnonzero(hi[rows] > lo[rows])
     for start in range(0, len(seeing), BLOCK):
         part = seeing[start : start + BLOCK]
@@ -232,9 +229,8 @@ def forward(problem: Problem, rows: Index) -> Forward:
 
     With w = sum_j P_j eta_j: numerator and l each err by w (relative to sum P|v| <= max|v|) and by
     the gamma of their sums, the quotient rounds once: |error of out| <= max|v| (2w + 2 gamma + 4u).
-    Where the score error is too large for that (share > 0.01), both sides are still averages of
-    values: 2.1 max|v|. lse = m + ln l: w, gamma, the error of log and of m; ln l and m are added
-    without rounding.
+    In rows that are not sound both sides are still averages of values: 2.1 max|v|. lse = m + ln l:
+    w, gamma, the error of log and of m; ln l and m are added without rounding.
     """
     q, k, v = numbers(problem.q), numbers(problem.k), numbers(problem.v)
     lo, hi = problem.band()
@@ -246,9 +242,8 @@ def forward(problem: Problem, rows: Index) -> Forward:
         kv = problem.kv_head(head)
         if keys is None or head % problem.group == 0:
             keys = Keys(k[kv])
-            values = np.concatenate(
-                [v[kv], np.ones((problem.n_k, 1))], axis=1
-            )  # the last column sums the weights
+            ones = np.ones((problem.n_k, 1))
+            values = np.concatenate([v[kv], ones], axis=1)  # the last column sums the weights
         for part, seen in blocks(rows, lo, hi):
             at = rows[part]
             w = weigh(problem, q[head, at], keys, seen, lo[at], hi[at])
@@ -286,7 +281,8 @@ def backward(problem: Problem, dout: Floats, dlse: Floats) -> Backward:
     delta is summed as sum_j P dP - dlse, so that dS sums to dlse. With A = sum_c |dout_c| max|v_c|
     >= |dP| and B = 2A + |dlse|: P is within eta + w + gamma of itself and dP - delta within B (w +
     2 gamma + ...), so dS is within P B (eta + c), c = 2w + 3 gamma(keys) + 2 gamma(D_v) + 40u +
-    share (40u: roundings, and 24u for the factor 1 - tanh^2). The bounds of dq, dk, dv are those
+    slope (40u: roundings, and 24u for the factor 1 - tanh^2; slope: what the error of a score does
+    to that factor). Rows that are not sound get no bound. The bounds of dq, dk, dv are those
     errors through the last products, plus their gammas.
     """
     q, k, v = numbers(problem.q), numbers(problem.k), numbers(problem.v)
@@ -318,16 +314,15 @@ def backward(problem: Problem, dout: Floats, dlse: Floats) -> Backward:
             spread = p * w.eta
             mean = spread.sum(axis=1)
             b = 2 * (np.abs(grad) @ np.abs(values).max(axis=0)) + np.abs(dlse[head, at])
-            c = 2 * mean + 3 * g + 2 * gamma(problem.d_v) + 40 * U + w.share
+            c = 2 * mean + 3 * g + 2 * gamma(problem.d_v) + 40 * U
+            if problem.softcap is not None:
+                c += np.minimum(w.share, problem.softcap) / problem.softcap
             b = np.where(w.sound, b, np.where(b > 0, np.inf, 0.0))
             size_k, size_q = np.abs(k[kv, seen]).max(), np.abs(q[head, at]).max(axis=1)
             size_out = np.abs(grad).max(axis=1)
-            row = (
-                scale * size_k * b * (mean + c + g + 3 * U + UNDERFLOW)
-                if size_k
-                else np.zeros(len(at))
-            )
-            dq_bound = max(dq_bound, SLACK * float(row.max(initial=0.0)))
+            if size_k:  # infinity times 0 is no bound
+                row = scale * size_k * b * (mean + c + g + 3 * U + UNDERFLOW)
+                dq_bound = max(dq_bound, SLACK * float(row.max()))
             error = spread + p * (c + column)[:, None] + UNDERFLOW
             through = np.where((b > 0) & (size_q > 0), b, 0.0) * size_q
             dk_bound[kv, seen] += SLACK * scale * _weighted(through, error)
@@ -363,11 +358,10 @@ def float64_attention(problem: Problem) -> tuple[Floats, Floats]:
 def float64_gradients(
     problem: Problem, dout: Floats, dlse: Floats | None = None
 ) -> tuple[Floats, Floats, Floats]:
-    """Gradients dq (H, N_q, D), dk (H_kv, N_k, D), dv (H_kv, N_k, D_v) in float64, heads flattened;
-    no bound.
+    """Gradients dq (H, N_q, D), dk (H_kv, N_k, D), dv (H_kv, N_k, D_v) in float64; no bound.
 
-    dout (H, N_q, D_v) and dlse (H, N_q) are float64 and finite. Rows that see no key get 0. Raises
-    as `float64_attention`.
+    Heads are flattened; dout (H, N_q, D_v) and dlse (H, N_q) are float64 and finite. Rows that see
+    no key get 0. Raises as `float64_attention`.
 
     >>> x = np.ones((2, 4), np.float16)
     >>> dq, dk, dv = float64_gradients(Problem.of(x, x, x), np.ones((1, 2, 4)))

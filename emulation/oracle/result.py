@@ -1,5 +1,4 @@
-"""What the oracle returns, and how its inputs are taken as numbers: the part that all its tiers
-share."""
+"""What the oracle returns and how its inputs are taken as numbers, shared by all its tiers."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ class Exact:
 
 @dataclass(frozen=True, eq=False)
 class ExactGradients:
-    """The exact gradients of a problem: dq, dk, dv shaped like q, k, v, float64 and what its
-    rounding left.
+    """The exact gradients of a problem: dq, dk, dv shaped like q, k, v, as float64 pairs.
 
     |dq + dq_low - exact| <= dq_radius + 2^-100 |exact| elementwise, and so on; `radius` is the
     largest of the three. The other fields are those of `Exact`; the rows checked are rows of dq.

@@ -27,10 +27,13 @@ class OutputFile:
         try:
             # Through links, so that a linked file is written rather than its link replaced.
             real = os.path.realpath(path)
-            kind = os.stat(real).st_mode if os.path.lexists(real) else stat.S_IFREG
+            try:
+                kind, exists = os.stat(real).st_mode, True
+            except FileNotFoundError:
+                kind, exists = stat.S_IFREG, False
             if not path or stat.S_ISDIR(kind):
                 raise InputError(f"{argument}: {shown or 'empty'}: must be a file, not a directory")
-            if os.path.lexists(real) and not os.access(real, os.W_OK):
+            if exists and not os.access(real, os.W_OK):
                 raise InputError(f"{argument}: {shown}: must be writable")
             if not stat.S_ISREG(kind):
                 return OutputFile(argument, real, True)

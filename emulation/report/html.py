@@ -56,7 +56,7 @@ def _figures(x: float) -> str:
 
 
 def _minus(shown: str) -> str:
-    """Typography of numbers in a text: true minus signs, and no line break before a per cent sign."""
+    """Numbers as print sets them: true minus signs, no line break before a per cent sign."""
     return re.sub(r"(?<![\w-])-(?=\d)|(?<=\de)-(?=\d)", "−", shown).replace(" %", "\u00a0%")
 
 
@@ -163,8 +163,8 @@ def _pictures(attribution: Attribution, sweep: Sequence[Mapping[str, Any]] | Non
             _card(
                 "Rows by number of tiles",
                 "Rms over all rows that visit as many tiles of keys: the error (thick), the error "
-                "before the cast (dashed), rescaling and summation order in their colours. Rows that "
-                "see more keys also average more values.",
+                "before the cast (dashed), rescaling and summation order in their colours. Rows "
+                "that see more keys also average more values.",
                 by_tiles,
             )
         )

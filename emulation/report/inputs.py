@@ -114,7 +114,9 @@ def _header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype
         raise InputError(f"{name}: .npy version {version[0]}.{version[1]}: must be 1.0 or 2.0")
     shape, fortran, dtype = readers[version](file)
     if any(n < 0 for n in shape):
-        raise InputError(f"{name}: shape {shape}: must not be negative")
+        raise InputError(f"{name}: shape {_brief(shape)}: must not be negative")
+    if not dtype.itemsize:
+        raise InputError(f"{name}: dtype {_brief(dtype)}: {_FLOATS}")
     return shape, fortran, dtype
 
 
@@ -140,8 +142,7 @@ def _member(archive: zipfile.ZipFile, name: str) -> Array:
         # Reading on to the end is what makes zipfile compare the checksum.
         if len(data) != claimed or file.read(1):
             raise InputError(f"{name}: {len(data)} bytes: must be {claimed}, the file is cut short")
-    x = np.frombuffer(data, dtype) if dtype.itemsize else np.empty(0, dtype)
-    return x.reshape(shape, order="F" if fortran else "C")
+    return np.frombuffer(data, dtype).reshape(shape, order="F" if fortran else "C")
 
 
 def _brief(value: object) -> str:

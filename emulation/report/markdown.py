@@ -55,7 +55,7 @@ def to_markdown(
     out: list[str] = [
         f"# {_cell(text.printable(text.title(attribution)))}",
         "",
-        text.headline(attribution),
+        _cell(text.headline(attribution)),
         "",
     ]
     if source is not None:

@@ -119,7 +119,7 @@ def printable(text: object, limit: int = 400) -> str:
 def number(x: float | None) -> str:
     """Three significant digits; 0 only for exactly 0.
 
-    >>> number(2.845e-5), number(0.0), number(-0.5), number(float("nan"))
+    >>> number(2.841e-5), number(0.0), number(-0.5), number(float("nan"))
     ('2.84e-5', '0', '-5.00e-1', 'nan')
     """
     if x is None:

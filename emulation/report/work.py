@@ -98,6 +98,8 @@ def prepare(
         fmt = stored if stored in FORMATS.values() else "float16"
         if fmt != stored:
             notes.append(f"The file holds {stored}, rounded here to {fmt} (--dtype chooses).")
+    for name in ("q", "k", "v"):
+        check_finite(name, getattr(held, name))
     q, k, v = (to_format(name, getattr(held, name), fmt) for name in ("q", "k", "v"))
     masks = dict(masks)
     for name in ("scale", "causal"):
@@ -108,9 +110,6 @@ def prepare(
         problem = Problem.of(q, k, v, **masks)
     except (TypeError, ValueError) as error:
         raise InputError(said(error)) from None
-    bad = problem.nonfinite()
-    if bad is not None:
-        raise InputError(bad.replace(", must ", ": must ", 1))
     dout, out = (_output_shaped(n, getattr(held, n), problem) for n in ("dout", "out"))
     if backward:
         dout = _normal(problem, seed) if dout is None else to_format("dout", dout, fmt)

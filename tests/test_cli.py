@@ -1,0 +1,522 @@
+"""The command line: what it writes, and that any error is one line, exit code 2, no file."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import stat
+import struct
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import emulation
+from cuflash import cli
+from emulation.report.files import OutputFile
+from emulation.report.inputs import InputError, read, to_format
+from emulation.report.work import prepare
+
+Members = dict[str, Any]
+NO_MASKS = {"scale": None, "causal": None, "window": None, "softcap": None}
+
+
+def arrays(n: int = 40, d: int = 8, heads: int | None = None, dtype: Any = np.float16) -> Members:
+    shape = (n, d) if heads is None else (heads, n, d)
+    rng = np.random.default_rng(1)
+    return {name: rng.standard_normal(shape).astype(dtype) for name in ("q", "k", "v")}
+
+
+def save(path: Path, members: Members) -> str:
+    np.savez(path, **members)
+    return str(path)
+
+
+def zipped(path: Path, members: dict[str, bytes], method: int = zipfile.ZIP_STORED) -> str:
+    with zipfile.ZipFile(path, "w", method) as archive:
+        for name, data in members.items():
+            archive.writestr(f"{name}.npy", data)
+    return str(path)
+
+
+def npy(x: Any) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, x, allow_pickle=True)
+    return buffer.getvalue()
+
+
+def header(shape: str, descr: str = "'<f2'", version: tuple[int, int] = (1, 0)) -> bytes:
+    """An .npy header that claims what it likes, without data."""
+    text = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+    size = struct.pack("<H" if version == (1, 0) else "<I", len(text))
+    return b"\x93NUMPY" + bytes(version) + size + text
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every test runs in an empty folder of its own."""
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    return work
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str], folder: Path) -> Callable[..., str]:
+    """Run a command that must fail; returns its one line, after checking what a failure must be."""
+
+    def run(*argv: str) -> str:
+        before = {p: p.read_bytes() for p in folder.iterdir() if p.is_file()}
+        assert cli.main(["report", *argv]) == 2
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert re.fullmatch(r"cuflash: [^\n]+: [^\n]+\n", shown.err), shown.err
+        assert "Traceback" not in shown.err
+        assert {p: p.read_bytes() for p in folder.iterdir() if p.is_file()} == before
+        return shown.err
+
+    return run
+
+
+# -- arguments -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--window", "-1,2"], "--window: -1,2: must be L,R"),
+        (["--window", "3"], "--window: 3: must be L,R"),
+        (["--window", "1,2,3"], "must be L,R"),
+        (["--window"], "--window: expected one argument"),
+        (["--softcap", "0"], "--softcap: 0: must be a positive finite number"),
+        (["--softcap", "nan"], "--softcap: nan"),
+        (["--scale", "-1"], "--scale: -1: must be a positive"),
+        (["--scale", "inf"], "--scale: inf"),
+        (["--scale", ""], "--scale: empty"),
+        (["--head", "1,1"], "--head: 1,1: must name each head once"),
+        (["--head", "-1"], "--head: -1: must be H"),
+        (["--head", "1"], "--head: 1: must be less than 1"),
+        (["--rows", "0"], "--rows: 0: must be an integer >= 1"),
+        (["--rows", "5", "--causal-alignment", "top-left"], "--rows: 5: must not"),
+        (["--seed", "x"], "--seed: x: must be an integer >= 0"),
+        (["--dtype", "fp8"], "--dtype: fp8: must be fp16, bf16"),
+        (["--causal-alignment", "left"], "--causal-alignment: left: must be bottom-right"),
+        (["--causal", "--causal-alignment", "top-left"], "not allowed with"),
+        (["--numerics", "p"], "--numerics: p: must be field=value"),
+        (["--numerics", "p=split", "q=split"], "--numerics: q: must be one of reference, row_sum"),
+        (["--numerics", "p=halved"], "halved"),
+        (["--numerics", "p=split", "p=input"], "--numerics: p: must be given once"),
+        (["--state", "float64"], "--state: float64: must be float32"),
+        (["--state", "bfloat16"], "--state: bfloat16: must go with --algorithm standard"),
+        (["--algorithm", "sdpa"], "--algorithm: sdpa: must be flash, standard"),
+        (["--against", "flash"], "--against: flash: must differ from --algorithm"),
+        (["--frobnicate"], "arguments: --frobnicate: not known"),
+        (["a.npz", "b.npz"], "arguments: b.npz: not known"),
+        (["--sca", "2"], "not known"),
+        (["-o", "."], "--output: .: must be a file"),
+        (["-o", ""], "--output: empty: must be a file"),
+        (["-o", "none/report.html"], "--output: none/report.html: cannot be written: No such file"),
+        (["-o", "a\0b"], "--output: a\ufffdb: cannot be written"),
+        (["-o", "x" * 300], "cannot be written: File name too long"),
+        (["--json", "/proc/nothing/x.json"], "--json: /proc/nothing/x.json: cannot be written"),
+        (["--json", "same", "-o", "same"], "must differ from the other files"),
+    ],
+)
+def test_wrong_arguments(
+    argv: list[str], words: str, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("computed before all was checked")
+
+    monkeypatch.setattr(emulation, "attribute", never)
+    assert words in refused(*argv)
+
+
+def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["rapport"]) == 2
+    assert capsys.readouterr().err == "cuflash: COMMAND: rapport: must be report\n"
+
+
+def test_help_and_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    assert "report" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as exit_code:
+        cli.main(["report", "--help"])
+    assert exit_code.value.code == 0
+    assert "--numerics" in capsys.readouterr().out
+
+
+# -- malformed input -------------------------------------------------------------------
+
+
+def _with(**changes: Any) -> Members:
+    return {n: x for n, x in {**arrays(), **changes}.items() if x is not None}
+
+
+BAD_ARRAYS: dict[str, tuple[Members, str]] = {
+    "no v": (_with(v=None), "v: missing: the file must hold q, k and v"),
+    "rank 1": (_with(q=np.zeros(8, np.float16)), "q: shape (8,): must be (N, D)"),
+    "rank 5": (_with(k=np.zeros((1, 1, 1, 4, 8))), "k: shape (1, 1, 1, 4, 8): must be (N, D)"),
+    "rank 0": (_with(q=np.float16(1)), "q: shape (): must be"),
+    "mixed ranks": (_with(v=np.zeros((1, 40, 8), np.float16)), "k, v: 2 and 3 axes: must be 2"),
+    "integers": (_with(q=np.zeros((40, 8), np.int32)), "q: dtype int32: must be float16"),
+    "complex": (_with(q=np.zeros((40, 8), np.complex64)), "q: dtype complex64: must be float16"),
+    "text": (_with(k=np.full((40, 8), "x")), "k: dtype <U1: must be float16"),
+    "bytes": (_with(k=np.full((40, 8), b"x")), "k: dtype |S1: must be float16"),
+    "bool": (_with(k=np.zeros((40, 8), bool)), "k: dtype bool: must be float16"),
+    "long double": (_with(k=np.zeros((40, 8), np.longdouble)), "k: dtype float128: must be"),
+    "void": (_with(k=np.zeros((40, 8), "V3")), "k: dtype |V3: must be float16"),
+    "record": (_with(k=np.zeros((40, 8), [("a", "f2")])), "k: dtype [('a', '<f2')]: must be"),
+    "objects": (_with(v=np.full((40, 8), None)), "v: holds Python objects: must be float16"),
+    "empty": (_with(q=np.zeros((0, 8), np.float16)), "q: shape (0, 8): must not be empty"),
+    "no heads": (arrays(heads=0), "q: shape (0, 40, 8): must not be empty"),
+    "D differs": (_with(k=np.zeros((40, 4), np.float16)), "k: head dimension 4: must be 8"),
+    "N differs": (_with(v=np.zeros((41, 8), np.float16)), "v: shape (41, 8): must"),
+    "D too large": (arrays(4, 300), "q: head dimension 300: must be 1 to 256"),
+    "heads": (
+        {**arrays(heads=4), "k": np.zeros((3, 40, 8)), "v": np.zeros((3, 40, 8))},
+        "k: 3 heads: must divide the 4 heads of q",
+    ),
+    "NaN": (_with(k=np.full((40, 8), np.nan)), "k: nan at (0, 0): must be finite"),
+    "infinite": (_with(v=np.full((40, 8), -np.inf)), "v: -inf at (0, 0): must be finite"),
+    "overflow": (_with(q=np.full((40, 8), 1e6)), "q: 1e+06 at (0, 0): must be within the range"),
+    "dout": (_with(dout=np.zeros((39, 8))), "dout: shape (39, 8): must be (40, 8) like the output"),
+    "out": (_with(out=np.zeros((40, 9))), "out: shape (40, 9): must be (40, 8) like the output"),
+    "out NaN": (_with(out=np.full((40, 8), np.nan)), "out: nan at (0, 0): must be finite"),
+    "scale": (_with(scale=-1.0), "scale: -1.0: must be one positive finite number"),
+    "scales": (_with(scale=np.ones(3)), "scale: shape (3,), dtype float64: must be one positive"),
+    "scale text": (_with(scale="big"), "scale: big: must be one positive finite number"),
+    "causal": (_with(causal="left"), "causal: left: must be one of true, false"),
+    "causal 2": (_with(causal=2), "causal: 2: must be one of"),
+    "causal object": (_with(causal=np.array(None)), "causal: holds Python objects"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ARRAYS)
+def test_wrong_arrays(case: str, refused: Callable[..., str], tmp_path: Path) -> None:
+    members, words = BAD_ARRAYS[case]
+    assert words in refused(save(tmp_path / "input.npz", members))
+
+
+GOOD = {name: npy(x) for name, x in arrays().items()}
+BAD_MEMBERS: dict[str, tuple[bytes, str]] = {
+    "claims a terabyte": (header("(1099511627776, 8)"), "q: shape (1099511627776, 8) of float16"),
+    "claims too much": (header("(41, 8)") + bytes(640), "bytes: must be the 640 bytes in the file"),
+    "claims too little": (header("(39, 8)") + bytes(640), "is 624 bytes: must be the 640"),
+    "claims beyond 64 bits": (header(f"({10**30}, 8)"), "must be the 0 bytes in the file"),
+    "negative": (header("(-1, 8)") + bytes(640), "q: shape (-1, 8): must not be negative"),
+    "no header": (b"hello", "cannot be read"),
+    "nothing": (b"", "cannot be read"),
+    "version 9": (header("(40, 8)", version=(9, 0)) + bytes(640), ".npy version 9.0: must be 1.0"),
+    "header of code": (header("__import__('os').abort()"), "cannot be read"),
+    "header of depth": (header("(" * 3000 + ")" * 3000), "cannot be read"),
+    "many axes": (header("(" + "1," * 80 + ")") + bytes(2), "found 80"),
+    "pickle": (npy(np.array([{"a": 1}], dtype=object)), "q: holds Python objects"),
+    "zero width": (header("(40, 8)", "'|V0'"), "q: dtype |V0: must be float16"),
+    "cut short": (npy(np.zeros((40, 8), np.float16))[:-9], "must be the 631 bytes in the file"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_MEMBERS)
+def test_lying_members(case: str, refused: Callable[..., str], tmp_path: Path) -> None:
+    data, words = BAD_MEMBERS[case]
+    assert words in refused(zipped(tmp_path / "input.npz", {**GOOD, "q": data}))
+
+
+def test_archive_that_unpacks_to_too_much(
+    refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("emulation.report.inputs.MAX_BYTES", 1 << 20)
+    bomb = header("(2097152, 8)") + bytes(1 << 25)
+    path = zipped(tmp_path / "bomb.npz", {**GOOD, "q": bomb}, zipfile.ZIP_DEFLATED)
+    assert os.path.getsize(path) < 1 << 17
+    assert "bytes uncompressed: must be at most 1048576" in refused(path)
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_member_given_twice(refused: Callable[..., str], tmp_path: Path) -> None:
+    path = zipped(tmp_path / "input.npz", GOOD)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("q.npy", GOOD["q"])
+    assert "q: 2 members of this name: must be one" in refused(path)
+
+
+def test_damaged_archives(refused: Callable[..., str], tmp_path: Path) -> None:
+    whole = Path(zipped(tmp_path / "whole.npz", GOOD, zipfile.ZIP_DEFLATED)).read_bytes()
+    broken = tmp_path / "broken.npz"
+    rng = np.random.default_rng(0)
+    for cut in (0, 1, 30, len(whole) // 2, len(whole) - 1):
+        broken.write_bytes(whole[:cut])
+        assert "INPUT: " in refused(str(broken))
+    for _ in range(60):  # one byte changed: an error or a report, never a traceback
+        data = bytearray(whole)
+        data[rng.integers(len(data))] ^= 1 << rng.integers(8)
+        broken.write_bytes(bytes(data))
+        with contextlib.suppress(InputError):
+            read(str(broken))
+
+
+def test_not_an_archive(refused: Callable[..., str], tmp_path: Path) -> None:
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    assert "must be an .npz file" in refused(str(tmp_path / "one.npy"))
+    assert "is a directory" in refused(str(tmp_path))
+    assert "INPUT: missing.npz: No such file" in refused("missing.npz")
+    assert "must be a regular file" in refused("/dev/null")
+    assert "INPUT: a\ufffd[31mb: " in refused("a\x1b[31mb")
+    assert "INPUT: a\ufffdb: embedded null byte" in refused("a\0b")
+
+
+def test_encrypted_archive(refused: Callable[..., str], tmp_path: Path) -> None:
+    path = Path(zipped(tmp_path / "input.npz", GOOD))
+    data = bytearray(path.read_bytes())
+    for mark, offset in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        at = data.find(mark)
+        while at >= 0:
+            data[at + offset] |= 1
+            at = data.find(mark, at + 1)
+    path.write_bytes(bytes(data))
+    assert "cannot be read" in refused(str(path))
+
+
+def test_input_is_never_overwritten(refused: Callable[..., str], tmp_path: Path) -> None:
+    path = save(tmp_path / "input.npz", arrays())
+    assert "must differ from the other files" in refused(path, "-o", path)
+    os.symlink(path, "link.npz")
+    assert "must differ" in refused("link.npz", "--json", path)
+
+
+# -- what is read ----------------------------------------------------------------------
+
+
+def test_formats_are_rounded_once(tmp_path: Path) -> None:
+    x = np.full((4, 8), 1 + 2.0**-8 + 2.0**-40)
+    path = save(tmp_path / "input.npz", {"q": x, "k": x, "v": x})
+    work = prepare(path, fmt="bfloat16", masks=NO_MASKS)
+    assert work.q.dtype == ml_dtypes.bfloat16
+    assert float(work.q[0, 0]) == 1 + 2.0**-7
+    assert prepare(path, masks=NO_MASKS).q.dtype == np.float16
+    assert "rounded here to float16" in prepare(path, masks=NO_MASKS).notes[0]
+
+
+def test_bfloat16_and_byte_orders_are_recognised(tmp_path: Path) -> None:
+    told = arrays(dtype=np.float32)
+    half = {n: x.astype(ml_dtypes.bfloat16) for n, x in told.items()}
+    work = prepare(save(tmp_path / "a.npz", half), masks=NO_MASKS)
+    assert work.q.dtype == ml_dtypes.bfloat16
+    assert work.notes == ()
+    np.testing.assert_array_equal(work.q, half["q"])
+    big = {n: np.asfortranarray(x.astype(">f4")) for n, x in told.items()}
+    work = prepare(save(tmp_path / "b.npz", big), fmt="float16", masks=NO_MASKS)
+    np.testing.assert_array_equal(work.q, told["q"].astype(np.float16))
+
+
+@pytest.mark.parametrize("fmt", ["float16", "bfloat16"])
+def test_every_stored_format_arrives_correctly_rounded(fmt: str) -> None:
+    from emulation.rounding import round_scalar
+
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((8, 8)) * 2.0 ** rng.integers(-20, 12, (8, 8))
+    for stored in (np.float64, np.float32, np.float16):
+        y = x.astype(stored)
+        want = [round_scalar(float(v), fmt) for v in y.ravel()]
+        assert to_format("q", y, fmt).astype(np.float64).ravel().tolist() == want
+
+
+def test_file_says_and_arguments_overrule(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.npz", {**arrays(), "scale": 0.5, "causal": "top-left"})
+    assert prepare(path, masks=NO_MASKS).masks["causal"] == "top-left"
+    assert prepare(path, masks=NO_MASKS).masks["scale"] == 0.5
+    work = prepare(path, masks={**NO_MASKS, "causal": False, "scale": 2.0})
+    assert work.masks["causal"] is False
+    assert work.masks["scale"] == 2.0
+    path = save(tmp_path / "b.npz", {**arrays(), "causal": np.array([1])})
+    assert prepare(path, masks=NO_MASKS).masks["causal"] == "bottom-right"
+
+
+def test_heads_and_rows_are_cut(tmp_path: Path) -> None:
+    shared = arrays(n=24, heads=2)
+    members = {**shared, "q": arrays(n=24, heads=4)["q"], "out": np.zeros((4, 24, 8))}
+    path = save(tmp_path / "a.npz", members)
+    work = prepare(path, heads=[3, 1], rows=5, masks=NO_MASKS, backward=True)
+    np.testing.assert_array_equal(work.q, members["q"][[3, 1], -5:])
+    np.testing.assert_array_equal(work.k, shared["k"][[1, 0]])
+    assert work.dout is not None
+    assert work.observed is not None
+    assert work.dout.shape == work.observed.shape == (2, 5, 8)
+
+
+def test_large_input_is_cut_to_head_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path / "a.npz", arrays(heads=3))
+    assert prepare(path, masks=NO_MASKS).q.shape == (3, 40, 8)
+    monkeypatch.setattr("emulation.report.work.MAX_PAIRS", 3 * 40 * 40 - 1)
+    work = prepare(path, masks=NO_MASKS)
+    assert work.q.shape == (1, 40, 8)
+    assert work.notes == ("Head 0 of 3 only: over 4 million scores (--head chooses).",)
+
+
+def test_overflow_inside_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    members = {n: np.full((40, 8), 6e4) for n in ("q", "k", "v")}
+    path = save(tmp_path / "a.npz", {**members, "k": np.full((40, 8), -6e4)})
+    argv = ["--algorithm", "standard", "--state", "float16", "--scale", "1"]
+    assert "left the range of its formats" in refused(path, *argv)
+
+
+# -- what is written -------------------------------------------------------------------
+
+
+def test_report_of_a_file(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save(tmp_path / "a<b>&.npz", {**arrays(heads=2), "extra": np.zeros(1)})
+    argv = ["report", path, "--causal", "--window", "20,", "--softcap", "30", "--backward"]
+    argv += ["--numerics", "reference=row-max", "-o", "r.html", "--json", "r.json"]
+    assert cli.main(argv) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert shown.out.startswith("# Where the error of flash attention comes from")
+    assert "extra.npy" in shown.out
+    assert sorted(p.name for p in folder.iterdir()) == ["r.html", "r.json"]
+    page, data = Path("r.html").read_text("utf-8"), json.loads(Path("r.json").read_text("utf-8"))
+    assert "a&lt;b&gt;&amp;.npz" in page
+    assert "a<b>" not in page
+    assert set(data["outputs"]) == {"out", "lse", "dq", "dk", "dv"}
+    assert data["options"]["causal"] == "bottom-right"
+    assert data["options"]["window"] == [20, "unbounded"]
+    assert [p["tile_n"] for p in data["tile_sweep"]] == [32]
+    first = Path("r.html").read_bytes(), Path("r.json").read_bytes()
+    assert cli.main(argv) == 0
+    assert (Path("r.html").read_bytes(), Path("r.json").read_bytes()) == first
+
+
+def test_observed_output_and_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    members = arrays()
+    path = save(tmp_path / "a.npz", {**members, "out": np.zeros((40, 8))})
+    assert cli.main(["report", path, "--no-html"]) == 0
+    assert "the observed output differs" in capsys.readouterr().out
+    path = save(tmp_path / "b.npz", members)
+    assert cli.main(["report", path, "--no-html", "--against", "standard"]) == 0
+    assert "# Why flash and standard attention differ" in capsys.readouterr().out
+    argv = ["--algorithm", "standard", "--state", "bfloat16", "--no-html"]
+    assert cli.main(["report", path, *argv]) == 0
+    assert "standard\\[bfloat16\\]" in capsys.readouterr().out
+
+
+def test_numerics_may_stand_before_the_file(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.npz", arrays())
+    assert cli.main(["report", "--no-html", "--numerics", "p=split", path]) == 0
+
+
+def test_sweep_gives_the_rows_other_tiles(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.npz", arrays(n=300))
+    argv = ["report", path, "--causal", "--numerics", "reference=row-max", "row_sum=unrounded"]
+    assert cli.main([*argv, "--no-html", "--json", "r.json"]) == 0
+    points = json.loads(Path("r.json").read_text("utf-8"))["tile_sweep"]
+    assert [(p["tile_n"], p["tiles"]) for p in points] == [(32, 10), (64, 5), (128, 3), (256, 2)]
+    assert points[0]["groups"]["rescale"] > 0
+
+
+def test_a_failed_write_leaves_the_old_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Path("r.html")
+    target.write_text("old", "utf-8")
+    target.chmod(0o640)
+    file = OutputFile.check("--output", "r.html")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", full)
+        with pytest.raises(InputError, match=r"--output: .*r\.html: cannot be written: No space"):
+            file.write("new")
+    assert target.read_text("utf-8") == "old"
+    assert os.listdir() == ["r.html"]
+    file.write("new")
+    assert target.read_text("utf-8") == "new"
+    assert stat.S_IMODE(target.stat().st_mode) == 0o640
+
+
+def test_links_and_devices_are_written_through() -> None:
+    Path("real").write_text("old", "utf-8")
+    os.symlink("real", "link")
+    OutputFile.check("--output", "link").write("new")
+    assert os.path.islink("link")
+    assert Path("real").read_text("utf-8") == "new"
+    OutputFile.check("--output", "/dev/null").write("gone")
+    assert not Path("/dev/null").is_file()
+
+
+def test_missing_matplotlib_is_said_before_the_work(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in list(sys.modules):
+        if name.startswith(("matplotlib", "emulation.report.drawing", "emulation.report.pictures")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("emulation.report.pictures", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install cuflash[report]" in refused()
+
+
+# -- as a process ----------------------------------------------------------------------
+
+
+def process(*argv: str, **more: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "cuflash", *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(cli.__file__))},
+        **more,
+    )
+
+
+def test_process_refuses_in_one_line(folder: Path) -> None:
+    run = process("report", "missing.npz")
+    out, err = run.communicate()
+    assert (run.returncode, out) == (2, b"")
+    assert err == b"cuflash: INPUT: missing.npz: No such file or directory\n"
+    assert list(folder.iterdir()) == []
+
+
+def test_process_reports_the_bundled_head() -> None:
+    run = process("report", "--json", "r.json")
+    out, err = run.communicate()
+    assert (run.returncode, err) == (0, b"")
+    assert b"bundled capture" in out
+    assert os.path.getsize("report.html") < 1_000_000
+    assert json.loads(Path("r.json").read_text("utf-8"))["options"]["causal"] == "bottom-right"
+
+
+def test_process_survives_an_ascii_terminal_and_a_closed_pipe(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.npz", arrays())
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "cuflash", "report", path, "--no-html"]
+    env["PYTHONPATH"] = os.path.dirname(os.path.dirname(cli.__file__))
+    done = subprocess.run(command, env=env, capture_output=True, check=True)
+    assert done.stderr == b""
+    run = process("report", path, "--json", "r.json")
+    assert run.stdout is not None
+    run.stdout.close()
+    assert run.stderr is not None
+    with run.stderr:
+        assert run.stderr.read() == b""
+    assert run.wait() == 0
+    assert os.path.exists("r.json")
+
+
+def test_process_interrupted_is_quiet(tmp_path: Path, folder: Path) -> None:
+    path = save(tmp_path / "a.npz", arrays(n=1500, d=64))
+    run = process("report", path)
+    time.sleep(2.5)
+    run.send_signal(signal.SIGINT)
+    out, err = run.communicate()
+    assert (run.returncode, out, err) == (130, b"", b"")
+    assert list(folder.iterdir()) == []

@@ -1,0 +1,85 @@
+"""Numerics and Plan: what may be chosen, what is refused, and that a Plan survives JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any, get_args, get_type_hints
+
+import numpy as np
+import pytest
+
+from emulation import BackwardPlan, Numerics, Plan, Problem, default_plan, flash
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Numerics)])
+def test_every_numerics_value_is_accepted_and_others_named(field: str) -> None:
+    for value in get_args(get_type_hints(Numerics)[field]):
+        assert getattr(Numerics.of({field: value}), field) == value
+    with pytest.raises(ValueError, match=rf"numerics\.{field}: got 'wrong', must be one of '"):
+        Numerics.of({field: "wrong"})
+
+
+def test_unknown_numerics_field() -> None:
+    with pytest.raises(
+        ValueError, match="numerics: unknown field 'speed', must be one of reference"
+    ):
+        Numerics.of({"speed": "fast"})
+    with pytest.raises(TypeError, match="numerics: got str, must be Numerics"):
+        Numerics.of("fast")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"direction": "up"}, r"plan\.direction: got 'up'"),
+        ({"tile_n": 24}, r"plan\.tile_n: got 24, must be a positive multiple of 16"),
+        ({"tile_n": 0}, r"plan\.tile_n: got 0"),
+        ({"tile_n": True}, r"plan\.tile_n: got True"),
+        ({"state": "float64"}, r"plan\.state: got 'float64'"),
+    ],
+)
+def test_bad_plan_fields(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Plan(**fields)
+
+
+def test_bad_backward_plan() -> None:
+    with pytest.raises(ValueError, match=r"plan\.backward\.tile_m: got 7"):
+        BackwardPlan(tile_m=7)
+    with pytest.raises(ValueError, match=r"plan\.backward\.dq_order: got 'any'"):
+        BackwardPlan(dq_order="any")  # type: ignore[arg-type]
+
+
+def test_json_round_trip() -> None:
+    plan = Plan(
+        numerics=Numerics(reference="lazy", p="split"),
+        format="float16",
+        tile_n=48,
+        backward=BackwardPlan(tile_m=32, dq_order="descending"),
+    )
+    assert Plan.from_json(json.dumps(plan.to_json())) == plan
+    with pytest.raises(ValueError, match="plan: unknown field 'warps'"):
+        Plan.from_json({"warps": 4})
+
+
+def test_every_field_is_printed() -> None:
+    text = str(Plan())
+    assert all(f.name in text for f in dataclasses.fields(Plan))
+
+
+@pytest.mark.parametrize(("d", "tile"), [(8, 128), (64, 128), (65, 128), (192, 96), (256, 80)])
+def test_default_tile(d: int, tile: int) -> None:
+    x = np.zeros((4, d), np.float16)
+    plan = default_plan(Problem.of(x, x, x))
+    assert (plan.tile_n, plan.format) == (tile, "float16")
+
+
+def test_plan_must_fit_the_problem() -> None:
+    x = np.zeros((4, 16), np.float16)
+    with pytest.raises(ValueError, match="plan: format bfloat16, must be float16 like q"):
+        flash(x, x, x, plan=Plan())
+    with pytest.raises(ValueError, match="numerics: given beside plan"):
+        flash(x, x, x, plan=Plan(format="float16"), numerics=Numerics())
+    with pytest.raises(TypeError, match="plan: got dict"):
+        flash(x, x, x, plan={})  # type: ignore[arg-type]

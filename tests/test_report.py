@@ -1,0 +1,323 @@
+"""The forms of the report: strict, self-contained, escaped, equal to each other, never varying."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+
+import emulation
+from emulation import Attribution, report
+from emulation.report import text
+from emulation.report.json_report import plain
+from emulation.report.style import GROUP_COLOURS, group_variable
+from emulation.samples import sample
+from emulation.sources import GROUPS
+
+HOSTILE = '</td><script>alert("x")</script>\x1b[31m\n| `a` $\\frac{1}{2}$ \u202e& url(#p) #01fe00'
+SWEEP = [
+    {
+        "tiles": 96 // t,
+        "tile_n": t,
+        "error": 1e-3,
+        "error_before_cast": 1e-4,
+        "groups": {"score": 1e-8},
+    }
+    for t in (16, 32, 48)
+]
+
+
+@pytest.fixture(scope="module")
+def found() -> Attribution:
+    """Two heads, causal, several tiles, gradients, and a reference that rescales."""
+    q, k, v = sample("rising", n=96, d=16, heads=2, dtype="bfloat16")
+    numerics = {"reference": "row-max", "row_sum": "unrounded"}
+    plan = emulation.default_plan(emulation.Problem.of(q, k, v), numerics, tile_n=16)
+    return emulation.attribute(q, k, v, dout=v[:, ::-1].copy(), causal=True, plan=plan)
+
+
+@pytest.fixture(scope="module")
+def page(found: Attribution) -> str:
+    return report.to_html(found, source="a.npz", command="cuflash report", sweep=SWEEP)
+
+
+def hostile(a: Attribution) -> Attribution:
+    """The same attribution with hostile text in every place that holds text."""
+
+    def rename(c: Any, name: str, group: str) -> Any:
+        return dataclasses.replace(c, name=name, group=group, about=HOSTILE)
+
+    sources = {}
+    for i, c in enumerate(a.sources.values()):
+        name = f"{HOSTILE}{i}" if i % 2 else c.name
+        sources[name] = rename(c, name, c.group + HOSTILE)
+    groups = {g.name + HOSTILE: rename(g, g.name + HOSTILE, g.name) for g in a.groups.values()}
+    return dataclasses.replace(
+        a, sources=sources, groups=groups, notes=(HOSTILE,), algorithm=HOSTILE, parts={}
+    )
+
+
+def strict(data: str) -> Any:
+    def refuse(literal: str) -> NoReturn:
+        raise AssertionError(f"{literal} is not JSON")
+
+    return json.loads(data, parse_constant=refuse)
+
+
+class Page(HTMLParser):
+    """Checks nesting, collects tags, attributes and table cells."""
+
+    VOID = frozenset({"meta", "br", "link", "img", "input", "hr"})
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.rows: list[list[str]] = []
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "td" in self.open or "th" in self.open:
+            self.rows[-1][-1] += data
+
+
+def test_page_is_whole_and_loads_nothing(page: str) -> None:
+    parsed = Page(page)
+    assert not {"script", "link", "iframe", "object", "embed", "base", "form"} & set(parsed.tags)
+    assert "http:" not in page
+    assert "https:" not in page
+    assert '"Content-Security-Policy" content="default-src \'none\'; style-src' in page
+    assert not [n for n, _ in parsed.attributes if n.startswith("on")]
+    for name, value in parsed.attributes:
+        if name in ("href", "src", "xlink:href"):
+            assert value is not None
+            assert value.startswith(("#", "data:image/png;base64,"))
+    for target in re.findall(r"url\(([^)]*)\)", page):
+        assert target.startswith("#")
+
+
+def test_page_ids_are_unique_and_referenced(page: str) -> None:
+    ids = [v for n, v in Page(page).attributes if n == "id"]
+    assert len(ids) == len(set(ids))
+    wanted = set(re.findall(r"url\(#([^)]*)\)", page)) | set(re.findall(r'href="#([^"]*)"', page))
+    assert wanted <= set(ids)
+    assert wanted
+
+
+def test_page_follows_the_colour_scheme(page: str) -> None:
+    assert "prefers-color-scheme:dark" in page
+    assert "#01fe" not in page, "a sentinel colour was left"
+    svg = "".join(re.findall(r"<svg.*?</svg>", page, re.S))
+    assert not re.findall(r"(?:fill|stroke): #", svg), "a colour that does not follow the scheme"
+    assert "DejaVu" not in svg
+
+
+def test_page_holds_every_picture(page: str, found: Attribution) -> None:
+    for label in (
+        "Share and rms of every source",
+        "Error against query row",
+        "Histogram of the error",
+        "Error by number of tiles",
+        "Error by tile size",
+        "Heat map of the error",
+    ):
+        assert page.count(f'aria-label="{label}"') == (
+            2 * len(found.parts) if label.startswith("Share") else 2
+        )
+    assert "data:image/png;base64," in page
+    assert len(page) < 1_000_000
+
+
+def test_every_group_has_its_own_colour() -> None:
+    named = (*GROUPS, text.RESIDUAL)
+    assert len({GROUP_COLOURS[g] for g in named}) == len(named)
+    assert group_variable("someone's group") == group_variable("someone's group")
+
+
+@pytest.mark.parametrize("title", [None, HOSTILE])
+def test_hostile_text_stays_text(found: Attribution, title: str | None) -> None:
+    page = report.to_html(
+        hostile(found), title=title, source=HOSTILE, command=HOSTILE, options={HOSTILE: HOSTILE}
+    )
+    parsed = Page(page)
+    assert "script" not in parsed.tags
+    assert "<script" not in page
+    assert "\x1b" not in page
+    assert "\u202e" not in page
+    assert "&lt;script&gt;alert(&quot;x&quot;)&lt;/script&gt;" in page
+
+
+def test_hostile_text_does_not_break_the_table(found: Attribution) -> None:
+    plain_text = report.to_markdown(hostile(found), source=HOSTILE, options={"a": HOSTILE})
+    assert "\x1b" not in plain_text
+    assert not re.search(r"(?<!\\)<", plain_text)
+    table = [x for x in plain_text.splitlines() if x.startswith("|")]
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in table} == {8}
+
+
+def test_json_is_strict_and_complete(found: Attribution) -> None:
+    data = strict(report.to_json(found, command="cuflash report", options={"a": (1, None)}))
+    assert list(data["outputs"]) == ["out", "lse", "dq", "dk", "dv"]
+    for name, part in found.parts.items():
+        told = data["outputs"][name]
+        assert set(told["sources"]) == set(part.sources)
+        for group, c in part.groups.items():
+            for field in ("rms", "max", "mean", "share"):
+                assert told["groups"][group][field] == getattr(c, field)
+        total = sum(s["share"] for s in told["sources"].values()) + told["residual"]["share"]
+        assert total == pytest.approx(1.0, abs=1e-9)
+    assert data["plan"]["numerics"]["reference"] == "row-max"
+    assert data["outputs"]["out"]["tiles"] == {"min": 1, "max": 6}
+    assert data["outputs"]["out"]["before_cast"]["error"]["rms"] > 0
+    assert max(len(v) for v in _lists(data)) < 10, "a tensor got in"
+
+
+def _lists(data: Any) -> list[list[Any]]:
+    if isinstance(data, dict):
+        return [x for v in data.values() for x in _lists(v)]
+    return [data, *(x for v in data for x in _lists(v))] if isinstance(data, list) else [[]]
+
+
+def test_json_has_null_for_what_is_not_finite(found: Attribution) -> None:
+    error = found.error.copy()
+    error[0, 0, 0] = np.inf
+    c = dataclasses.replace(next(iter(found.sources.values())), share=np.nan, rms=np.inf)
+    broken = dataclasses.replace(found, error=error, sources={c.name: c}, parts={})
+    told = strict(report.to_json(broken))["outputs"]["out"]
+    assert told["error"]["max"] is None
+    assert told["sources"][c.name]["share"] is None
+    assert "not finite" in report.to_html(broken)
+    assert "not finite" in report.to_markdown(broken)
+    assert plain(np.float32("nan")) is None
+
+
+def test_tables_agree_with_json(found: Attribution, page: str) -> None:
+    told = strict(report.to_json(found))["outputs"]["out"]
+    markdown = [
+        [cell.strip().replace("\\", "").strip("*") for cell in line.strip("| ").split(" | ")]
+        for line in report.to_markdown(found).split("## lse")[0].splitlines()
+        if line.startswith("| ")
+    ]
+    html = [[c.replace("−", "-").replace("\xa0", " ").strip() for c in r] for r in Page(page).rows]
+    known = {**told["groups"], **told["sources"]}
+    seen = set()
+    for table in (markdown[2:], html[1 : len(markdown) - 1]):
+        for row in table:
+            if row[0] not in known:
+                continue
+            seen.add(row[0])
+            c = known[row[0]]
+            want = [text.number(c["rms"]), text.number(c["max"]), text.number(c["mean"])]
+            assert row[2:5] == want
+            before = told["before_cast"]
+            old = {**before["groups"], **before["sources"]}.get(row[0])
+            assert row[5] == text.percent(old["share"] if old else None)
+            assert row[6] == text.percent(c["share"])
+    assert seen >= set(told["sources"])
+
+
+def test_same_input_same_bytes(found: Attribution, page: str) -> None:
+    again = report.to_html(found, source="a.npz", command="cuflash report", sweep=SWEEP)
+    assert again == page
+    assert report.to_json(found) == report.to_json(found)
+    assert not re.search(r"\b20\d\d-\d\d-\d\d", page), "a date got in"
+
+
+def test_same_bytes_whatever_the_settings_of_matplotlib(found: Attribution, page: str) -> None:
+    import matplotlib as mpl
+
+    with mpl.rc_context({"font.size": 30, "svg.fonttype": "path", "axes.facecolor": "red"}):
+        again = report.to_html(found, source="a.npz", command="cuflash report", sweep=SWEEP)
+        assert mpl.rcParams["font.size"] == 30
+    assert again == page
+
+
+def test_methods_call_the_report(found: Attribution) -> None:
+    assert found.to_markdown() == report.to_markdown(found)
+    assert found.to_json() == report.to_json(found)
+    assert found.to_html(title="A title") == report.to_html(found, title="A title")
+
+
+def test_algorithm_without_plan_or_cast() -> None:
+    q, k, v = sample("normal", n=8, d=8, dtype="float32")
+    a = emulation.attribute(q[0], k[0], v[0], algorithm="standard")
+    assert "– |" in report.to_markdown(dataclasses.replace(a, before_cast=None))
+    assert strict(report.to_json(a))["plan"] is None
+    Page(report.to_html(dataclasses.replace(a, before_cast=None)))
+
+
+def test_difference_is_called_one() -> None:
+    q, k, v = sample("normal", n=16, d=8)
+    a = emulation.attribute(q, k, v, against="standard")
+    assert report.to_markdown(a).startswith("# Why flash and standard attention differ")
+    assert "of the difference comes from" in text.headline(a)
+
+
+def test_no_error_at_all(found: Attribution) -> None:
+    zero = np.zeros_like(found.error)
+    a = dataclasses.replace(
+        found, error=zero, residual=zero, sources={}, groups={}, parts={}, before_cast=None
+    )
+    assert "There is no error" in report.to_markdown(a)
+    Page(report.to_html(a))
+    assert strict(report.to_json(a))["outputs"]["out"]["residual"]["share"] is None
+
+
+def test_printable_and_percent_edges() -> None:
+    assert text.printable("x" * 500) == "x" * 400 + "…"
+    assert text.percent(float("nan")) == "–"
+    assert text.percent(-0.00001) == "-0.0010 %"
+    assert text.number(float("-inf")) == "-inf"
+
+
+def test_rms_of_tiny_and_huge() -> None:
+    assert text.rms(np.full(3, 1e-200)) == pytest.approx(1e-200)
+    assert text.rms(np.full(3, 1e200)) == pytest.approx(1e200)
+    assert text.rms(np.empty(0)) == 0.0
+
+
+def test_report_needs_nothing_until_it_draws() -> None:
+    blocked = "matplotlib", "rich", "numba", "flint", "cupy"
+    code = f"""
+import sys
+for name in {blocked!r}:
+    sys.modules[name] = None
+import cuflash.cli
+import emulation
+from emulation.samples import sample
+a = emulation.attribute(*sample("normal", n=8, d=8))
+a.to_markdown(); a.to_json()
+try:
+    a.to_html()
+except ImportError as error:
+    print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pip install cuflash[report]" in run.stdout
