@@ -56,9 +56,11 @@ def timed(run: Callable[[], Any], rounds: int = 5) -> dict[str, float]:
 def captures(
     folder: Path | None, dtype: str
 ) -> Iterator[tuple[str, int, Array, Array, Array, bool]]:
-    """(file, head, q, k, v, causal) of every head of every capture; the bundled head without a folder.
+    """(file, head, q, k, v, causal) of every head of every capture; the bundled head without a
+    folder.
 
-    A capture is an npz with q (H, N, D), k and v (H_kv, N, D); `manifest.json` beside it says which are causal.
+    A capture is an npz with q (H, N, D), k and v (H_kv, N, D); `manifest.json` beside it says which
+    are causal.
     """
     if folder is None:
         q, k, v, options = capture(dtype)

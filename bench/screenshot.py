@@ -56,12 +56,12 @@ def head_of(html: str) -> str:
 
 
 def trimmed(picture: Image.Image) -> Image.Image:
-    """Without the empty page below, but for a margin; in 256 colours, which a page of text has."""
+    """Without the empty page below, but for a margin."""
     picture = picture.convert("RGB")
     empty = Image.new("RGB", picture.size, picture.getpixel((0, picture.height - 1)))
     box = ImageChops.difference(picture, empty).getbbox()
     bottom = picture.height if box is None else min(picture.height, box[3] + MARGIN)
-    return picture.crop((0, 0, picture.width, bottom)).quantize(256, dither=Image.Dither.NONE)
+    return picture.crop((0, 0, picture.width, bottom))
 
 
 def main() -> int:
