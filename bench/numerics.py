@@ -22,10 +22,10 @@ from emulation.oracle import float64_attention
 from emulation.problem import Array
 
 CHOICES: dict[str, dict[str, Any]] = {
-    "stale, rounded (default)": {},
-    "stale, rounded by lanes": {"rounded_sum": "lanes"},
-    "stale, unrounded": {"numerics": Numerics(row_sum="unrounded")},
-    "row-max, rounded": {"numerics": Numerics(reference="row-max")},
+    "row-max, rounded (default)": {},
+    "row-max, rounded by lanes": {"rounded_sum": "lanes"},
+    "stale, rounded": {"numerics": Numerics(reference="stale")},
+    "stale, unrounded": {"numerics": Numerics(reference="stale", row_sum="unrounded")},
     "row-max, unrounded": {"numerics": Numerics(reference="row-max", row_sum="unrounded")},
     "power-of-two, rounded": {"numerics": Numerics(reference="power-of-two")},
     "power-of-two, unrounded": {
@@ -33,7 +33,10 @@ CHOICES: dict[str, dict[str, Any]] = {
     },
     "lazy, rounded": {"numerics": Numerics(reference="lazy")},
     "tie-safe, rounded": {"numerics": Numerics(reference="tie-safe")},
-    "stale, rounded, left-to-right": {"direction": "left-to-right"},
+    "stale, rounded, left-to-right": {
+        "numerics": Numerics(reference="stale"),
+        "direction": "left-to-right",
+    },
     "row-max, split": {"numerics": Numerics(reference="row-max", p="split")},
 }
 

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ from emulation.report.work import FORMATS, MAX_PAIRS, Work, prepare, said
 
 if TYPE_CHECKING:
     from emulation.contributions import Attribution
+
+WIDE = 108
+"""Columns that the table needs with its column of groups."""
 
 SWEEP_ROWS, SWEEP_TILES = 256, (32, 64, 128, 256, 512)
 
@@ -295,7 +299,8 @@ def _run_report(args: argparse.Namespace, command: str) -> str:
             found, source=work.source, command=command, options=shown, sweep=sweep
         )
         html.write(page)
-    return report.to_markdown(found, source=work.source, options=shown)
+    wide = not sys.stdout.isatty() or shutil.get_terminal_size().columns >= WIDE
+    return report.to_markdown(found, source=work.source, options=shown, groups=wide)
 
 
 def _options(work: Work, args: argparse.Namespace) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class Numerics:
     #: "lazy": the running max, followed only when it grew by more than 8 in log2. "tie-safe":
     #: lifted to the next integer in log2 when several scores tie at the max, so that no P is
     #: exactly 1. "final": the exact max, found in a first pass.
-    reference: Literal["row-max", "power-of-two", "stale", "lazy", "tie-safe", "final"] = "stale"
+    reference: Literal["row-max", "power-of-two", "stale", "lazy", "tie-safe", "final"] = "row-max"
     #: "rounded": l sums P as the P V product sees it. "unrounded": l sums P before it is rounded.
     row_sum: Literal["rounded", "unrounded"] = "rounded"
     #: Backward: delta = rowsum(dO * O) with O as it was before rounding, or with the rounded O.

@@ -18,18 +18,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 import emulation
 from cuflash import cli
 from emulation.report.files import OutputFile
-from emulation.report.inputs import InputError, read, to_format
-from emulation.report.work import prepare
+from emulation.report.inputs import InputError, read
 
 Members = dict[str, Any]
-NO_MASKS = {"scale": None, "causal": None, "window": None, "softcap": None}
 
 
 def arrays(n: int = 40, d: int = 8, heads: int | None = None, dtype: Any = np.float16) -> Members:
@@ -294,75 +291,6 @@ def test_input_is_never_overwritten(refused: Callable[..., str], tmp_path: Path)
     assert "must differ from the other files" in refused(path, "-o", path)
     os.symlink(path, "link.npz")
     assert "must differ" in refused("link.npz", "--json", path)
-
-
-# -- what is read ----------------------------------------------------------------------
-
-
-def test_formats_are_rounded_once(tmp_path: Path) -> None:
-    x = np.full((4, 8), 1 + 2.0**-8 + 2.0**-40)
-    path = save(tmp_path / "input.npz", {"q": x, "k": x, "v": x})
-    work = prepare(path, fmt="bfloat16", masks=NO_MASKS)
-    assert work.q.dtype == ml_dtypes.bfloat16
-    assert float(work.q[0, 0]) == 1 + 2.0**-7
-    assert prepare(path, masks=NO_MASKS).q.dtype == np.float16
-    assert "rounded here to float16" in prepare(path, masks=NO_MASKS).notes[0]
-
-
-def test_bfloat16_and_byte_orders_are_recognised(tmp_path: Path) -> None:
-    told = arrays(dtype=np.float32)
-    half = {n: x.astype(ml_dtypes.bfloat16) for n, x in told.items()}
-    work = prepare(save(tmp_path / "a.npz", half), masks=NO_MASKS)
-    assert work.q.dtype == ml_dtypes.bfloat16
-    assert work.notes == ()
-    np.testing.assert_array_equal(work.q, half["q"])
-    big = {n: np.asfortranarray(x.astype(">f4")) for n, x in told.items()}
-    work = prepare(save(tmp_path / "b.npz", big), fmt="float16", masks=NO_MASKS)
-    np.testing.assert_array_equal(work.q, told["q"].astype(np.float16))
-
-
-@pytest.mark.parametrize("fmt", ["float16", "bfloat16"])
-def test_every_stored_format_arrives_correctly_rounded(fmt: str) -> None:
-    from emulation.rounding import round_scalar
-
-    rng = np.random.default_rng(3)
-    x = rng.standard_normal((8, 8)) * 2.0 ** rng.integers(-20, 12, (8, 8))
-    for stored in (np.float64, np.float32, np.float16):
-        y = x.astype(stored)
-        want = [round_scalar(float(v), fmt) for v in y.ravel()]
-        assert to_format("q", y, fmt).astype(np.float64).ravel().tolist() == want
-
-
-def test_file_says_and_arguments_overrule(tmp_path: Path) -> None:
-    path = save(tmp_path / "a.npz", {**arrays(), "scale": 0.5, "causal": "top-left"})
-    assert prepare(path, masks=NO_MASKS).masks["causal"] == "top-left"
-    assert prepare(path, masks=NO_MASKS).masks["scale"] == 0.5
-    work = prepare(path, masks={**NO_MASKS, "causal": False, "scale": 2.0})
-    assert work.masks["causal"] is False
-    assert work.masks["scale"] == 2.0
-    path = save(tmp_path / "b.npz", {**arrays(), "causal": np.array([1])})
-    assert prepare(path, masks=NO_MASKS).masks["causal"] == "bottom-right"
-
-
-def test_heads_and_rows_are_cut(tmp_path: Path) -> None:
-    shared = arrays(n=24, heads=2)
-    members = {**shared, "q": arrays(n=24, heads=4)["q"], "out": np.zeros((4, 24, 8))}
-    path = save(tmp_path / "a.npz", members)
-    work = prepare(path, heads=[3, 1], rows=5, masks=NO_MASKS, backward=True)
-    np.testing.assert_array_equal(work.q, members["q"][[3, 1], -5:])
-    np.testing.assert_array_equal(work.k, shared["k"][[1, 0]])
-    assert work.dout is not None
-    assert work.observed is not None
-    assert work.dout.shape == work.observed.shape == (2, 5, 8)
-
-
-def test_large_input_is_cut_to_head_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = save(tmp_path / "a.npz", arrays(heads=3))
-    assert prepare(path, masks=NO_MASKS).q.shape == (3, 40, 8)
-    monkeypatch.setattr("emulation.report.work.MAX_PAIRS", 3 * 40 * 40 - 1)
-    work = prepare(path, masks=NO_MASKS)
-    assert work.q.shape == (1, 40, 8)
-    assert work.notes == ("Head 0 of 3 only: over 4 million scores (--head chooses).",)
 
 
 def test_overflow_inside_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:

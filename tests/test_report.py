@@ -1,4 +1,4 @@
-"""The forms of the report: strict, self-contained, escaped, equal to each other, never varying."""
+"""The report: its forms (strict, escaped, equal to each other, never varying) and its input."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ import re
 import subprocess
 import sys
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any, NoReturn
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import emulation
 from emulation import Attribution, report
 from emulation.report import text
+from emulation.report.inputs import to_format
 from emulation.report.json_report import plain
 from emulation.report.style import GROUP_COLOURS, group_variable
+from emulation.report.work import prepare
 from emulation.samples import sample
 from emulation.sources import GROUPS
 
@@ -311,6 +315,7 @@ for name in {blocked!r}:
     sys.modules[name] = None
 import cuflash.cli
 import emulation
+from emulation.report.work import prepare
 from emulation.samples import sample
 a = emulation.attribute(*sample("normal", n=8, d=8))
 a.to_markdown(); a.to_json()
@@ -321,3 +326,85 @@ except ImportError as error:
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "pip install cuflash[report]" in run.stdout
+
+
+# -- what a report is about ----------------------------------------------------------------
+
+NO_MASKS = {"scale": None, "causal": None, "window": None, "softcap": None}
+
+
+def arrays(n: int = 40, d: int = 8, heads: int | None = None, dtype: Any = np.float16) -> Any:
+    shape = (n, d) if heads is None else (heads, n, d)
+    rng = np.random.default_rng(1)
+    return {name: rng.standard_normal(shape).astype(dtype) for name in ("q", "k", "v")}
+
+
+def save(path: Path, members: dict[str, Any]) -> str:
+    np.savez(path, **members)
+    return str(path)
+
+
+def test_formats_are_rounded_once(tmp_path: Path) -> None:
+    x = np.full((4, 8), 1 + 2.0**-8 + 2.0**-40)
+    path = save(tmp_path / "input.npz", {"q": x, "k": x, "v": x})
+    work = prepare(path, fmt="bfloat16", masks=NO_MASKS)
+    assert work.q.dtype == ml_dtypes.bfloat16
+    assert float(work.q[0, 0]) == 1 + 2.0**-7
+    assert prepare(path, masks=NO_MASKS).q.dtype == np.float16
+    assert "rounded here to float16" in prepare(path, masks=NO_MASKS).notes[0]
+
+
+def test_bfloat16_and_byte_orders_are_recognised(tmp_path: Path) -> None:
+    told = arrays(dtype=np.float32)
+    half = {n: x.astype(ml_dtypes.bfloat16) for n, x in told.items()}
+    work = prepare(save(tmp_path / "a.npz", half), masks=NO_MASKS)
+    assert work.q.dtype == ml_dtypes.bfloat16
+    assert work.notes == ()
+    np.testing.assert_array_equal(work.q, half["q"])
+    big = {n: np.asfortranarray(x.astype(">f4")) for n, x in told.items()}
+    work = prepare(save(tmp_path / "b.npz", big), fmt="float16", masks=NO_MASKS)
+    np.testing.assert_array_equal(work.q, told["q"].astype(np.float16))
+
+
+@pytest.mark.parametrize("fmt", ["float16", "bfloat16"])
+def test_every_stored_format_arrives_correctly_rounded(fmt: str) -> None:
+    from emulation.rounding import round_scalar
+
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((8, 8)) * 2.0 ** rng.integers(-20, 12, (8, 8))
+    for stored in (np.float64, np.float32, np.float16):
+        y = x.astype(stored)
+        want = [round_scalar(float(v), fmt) for v in y.ravel()]
+        assert to_format("q", y, fmt).astype(np.float64).ravel().tolist() == want
+
+
+def test_file_says_and_arguments_overrule(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.npz", {**arrays(), "scale": 0.5, "causal": "top-left"})
+    assert prepare(path, masks=NO_MASKS).masks["causal"] == "top-left"
+    assert prepare(path, masks=NO_MASKS).masks["scale"] == 0.5
+    work = prepare(path, masks={**NO_MASKS, "causal": False, "scale": 2.0})
+    assert work.masks["causal"] is False
+    assert work.masks["scale"] == 2.0
+    path = save(tmp_path / "b.npz", {**arrays(), "causal": np.array([1])})
+    assert prepare(path, masks=NO_MASKS).masks["causal"] == "bottom-right"
+
+
+def test_heads_and_rows_are_cut(tmp_path: Path) -> None:
+    shared = arrays(n=24, heads=2)
+    members = {**shared, "q": arrays(n=24, heads=4)["q"], "out": np.zeros((4, 24, 8))}
+    path = save(tmp_path / "a.npz", members)
+    work = prepare(path, heads=[3, 1], rows=5, masks=NO_MASKS, backward=True)
+    np.testing.assert_array_equal(work.q, members["q"][[3, 1], -5:])
+    np.testing.assert_array_equal(work.k, shared["k"][[1, 0]])
+    assert work.dout is not None
+    assert work.observed is not None
+    assert work.dout.shape == work.observed.shape == (2, 5, 8)
+
+
+def test_large_input_is_cut_to_head_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path / "a.npz", arrays(heads=3))
+    assert prepare(path, masks=NO_MASKS).q.shape == (3, 40, 8)
+    monkeypatch.setattr("emulation.report.work.MAX_PAIRS", 3 * 40 * 40 - 1)
+    work = prepare(path, masks=NO_MASKS)
+    assert work.q.shape == (1, 40, 8)
+    assert work.notes == ("Head 0 of 3 only: over 4 million scores (--head chooses).",)

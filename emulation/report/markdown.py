@@ -44,12 +44,17 @@ def _lines(rows: list[text.Row]) -> list[list[str]]:
 
 
 def to_markdown(
-    attribution: Attribution, *, source: str | None = None, options: Mapping[str, Any] | None = None
+    attribution: Attribution,
+    *,
+    source: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    groups: bool = True,
 ) -> str:
     """Headline, the table of sources, the groups of the other outputs, and the notes.
 
     Shares are of the whole error; those before the cast are of the error that the result had before
-    it was rounded to the output format. Ends with a newline.
+    it was rounded to the output format. groups=False leaves out the column of groups, for narrow
+    terminals. Ends with a newline.
     """
     parts = text.parts_of(attribution)
     out: list[str] = [
@@ -76,10 +81,11 @@ def to_markdown(
             "",
         ]
         lines = _lines(text.rows(part, sources=main))
-        if main:
+        if main and groups:
             out += [*_table(_HEAD, lines, 2), ""]
         else:
-            out += [*_table(("group", *_HEAD[2:]), [[x[0], *x[2:]] for x in lines], 1), ""]
+            head = ("source" if main else "group", *_HEAD[2:])
+            out += [*_table(head, [[x[0], *x[2:]] for x in lines], 1), ""]
         notes = [f"- {_cell(text.printable(note))}" for note in part.notes]
         out += [*notes, ""] if notes else []
     return "\n".join(out)

@@ -197,13 +197,14 @@ def rows(attribution: Attribution, *, sources: bool = True) -> list[Row]:
         )
     )
     whole = inner_share(attribution.error, attribution.error)
+    about = "the first minus the second" if is_difference(attribution) else "observed − exact"
     before_whole = inner_share(before.error, before.error) if before else None
     table.append(
         Row(
             "total",
             "total",
             "",
-            "observed − exact",
+            about,
             error.rms,
             error.max,
             error.mean,
