@@ -20,6 +20,7 @@ import numpy as np
 from bench.common import write
 from emulation import flash, plan_of, sfu, tensor_core
 from emulation.problem import Array
+from emulation.rounding import Backend
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden"
 CHUNK = 1 << 20
@@ -31,7 +32,7 @@ def differing(a: Array, b: Array) -> int:
     return int(np.count_nonzero(a.view(np.uint32) != b.view(np.uint32)))
 
 
-def tensor_core_counts(folder: Path, backend: str) -> Iterator[tuple[str, Count]]:
+def tensor_core_counts(folder: Path, backend: Backend) -> Iterator[tuple[str, Count]]:
     """wgmma and mma.sync, one k16 step each."""
     with np.load(folder / "tensor_core_h200.npz") as z:
         for fmt, dtype in (("f16", np.dtype(np.float16)), ("bf16", np.dtype(ml_dtypes.bfloat16))):
@@ -56,7 +57,7 @@ def _against(
     return wrong, x.size
 
 
-def sfu_counts(folder: Path, backend: str) -> Iterator[tuple[str, Count]]:
+def sfu_counts(folder: Path, backend: Backend) -> Iterator[tuple[str, Count]]:
     """ex2, rcp and lg2 over every mantissa that was recorded."""
     m = np.arange(1 << 23, dtype=np.int32)
     one_two = (m | 0x3F800000).view(np.float32)
@@ -103,7 +104,8 @@ def main() -> int:
     parser.add_argument("--golden", type=Path, default=GOLDEN)
     folder = parser.parse_args().golden
     figures: dict[str, Count] = {}
-    for backend in ("numpy", "numba"):
+    backends: tuple[Backend, ...] = ("numpy", "numba")
+    for backend in backends:
         for counts in (tensor_core_counts(folder, backend), sfu_counts(folder, backend)):
             figures |= {f"{name}, {backend}": count for name, count in counts}
     figures |= dict(peer_counts(folder))

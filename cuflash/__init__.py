@@ -1,0 +1,1 @@
+"""Exact attention for CuPy arrays, and the commands that explain its rounding."""

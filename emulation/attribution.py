@@ -231,6 +231,10 @@ def attribute(
     where = problem.nonfinite()
     if where is not None:
         raise ValueError(where)
+    unseen = ~problem.seen_keys()[:, None]
+    if unseen.any():  # what nobody sees may be NaN, and must not meet a 0 in a product
+        k0, v0 = (np.where(unseen, np.zeros((), x.dtype), x) for x in (problem.k, problem.v))
+        problem = dataclasses.replace(problem, k=k0, v=v0)
     gradients = None if dout is None else check_dout(problem, dout, dlse)
     if dout is None and dlse is not None:
         raise ValueError("dlse: given without dout, must come with it")

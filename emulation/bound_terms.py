@@ -1,11 +1,11 @@
-"""Pieces of `bounds`: what one step can lose, what scores lose, and what is known of the references.
+"""Pieces of `bounds`: what one step can lose, what scores lose, what is known of references.
 
-Notation, one query row. y_j = c S_j are the exact scores in log2 units, L2 = log2 sum_j 2^y_j, P_j =
-2^(y_j - L2), O = sum_j P_j v_j. The machine subtracts a reference r that is an arbitrary fp32 number
-(R at the end), so no error of r itself counts: w_j = 2^(y_j - R) are the exact weights, their sum
-is 2^(L2 - R). Everything is divided by that sum: absolute errors made in units of the reference
-(underflow, subnormal P) are multiplied by unit = 2^(R_up - L2), R_up >= R. All hats have gone into
-names: `e` are absolute errors of exponents, `up` computed magnitudes, `err` errors.
+Notation, one query row. y_j = c S_j are the exact scores in log2 units, L2 = log2 sum_j 2^y_j,
+P_j = 2^(y_j - L2), O = sum_j P_j v_j. The machine subtracts a reference r that is an arbitrary fp32
+number (R at the end), so no error of r itself counts: w_j = 2^(y_j - R) are the exact weights,
+their sum is 2^(L2 - R). Everything is divided by that sum: absolute errors made in units of the
+reference (underflow, subnormal P) are multiplied by unit = 2^(R_up - L2), R_up >= R. In names, `e`
+are absolute errors of exponents, `up` largest computed magnitudes, `err` errors.
 """
 
 from __future__ import annotations
@@ -109,10 +109,10 @@ class Product:
         """Bound of the accumulation error of sum_j a_j b_j, a = sum of parts (their magnitudes).
 
         after: steps from the one that adds term j to the last one, both included. In its own step
-        the term sets E; in the after - 1 others it is part of the accumulator, which may set E, too;
-        in all of them it is part of a sum that is cut. steps: their number at most. `unit` is the
-        value of 1 where a has been divided by something. `power`: power(a) of known a. Errors of
-        earlier steps pass through later ones: (1 + align)(1 + cut) each.
+        the term sets E; in the after - 1 others it is part of the accumulator, which may set E,
+        too; in all of them it is part of a sum that is cut. steps: their number at most. `unit` is
+        the value of 1 where a has been divided by something. `power`: power(a) of known a. Errors
+        of earlier steps pass through later ones: (1 + align)(1 + cut) each.
         """
         size = sum(parts[1:], start=parts[0])
         err = (size * (after * (self.align + self.cut) - self.align)) @ np.abs(b)
@@ -130,7 +130,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Rounding:
-    """P and dS on their way into the matrix unit: rounded (relative, absolute), or high plus low."""
+    """P and dS on their way into the matrix unit: rounded (relative, absolute), or high + low."""
 
     relative: float
     absolute: float
@@ -163,19 +163,22 @@ class Rounding:
 
 @dataclass(frozen=True, eq=False)
 class Constants:
-    """unit of the scores and c = unit log2 e, as the machine holds them, and their errors."""
+    """unit (scale, or softcap) and c = unit log2 e: exact, as held, and the error of c as held."""
 
     unit: float
-    unit_error: float
+    unit_held: float
     c: float
+    c_held: float
     c_error: float
 
     @staticmethod
-    def of(problem: Problem) -> Constants:
+    def of(problem: Problem, *, natural: bool = False) -> Constants:
+        """natural: scores are multiplied by unit instead, and c_held means unit_held log2 e."""
         unit = problem.scale if problem.softcap is None else problem.softcap
         with np.errstate(over="ignore"):
-            held, c = float(np.float32(unit)), float(np.float32(unit * LOG2E))
-        return Constants(held, abs(held - unit), c, abs(c - unit * LOG2E) + 2.0**-51 * unit * LOG2E)
+            held, c = float(np.float32(unit)), unit * LOG2E
+            c_held = held * LOG2E if natural else float(np.float32(c))
+        return Constants(unit, held, c, c_held, abs(c_held - c) + 2.0**-50 * c)
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,7 +200,10 @@ class Scores:
         return np.where(self.seen, np.exp2(self.y - self.lse2[:, None]), 0.0)
 
 
-def scores(problem: Problem, product: Product, const: Constants, q: F64, k: F64, band: Array) -> Scores:  # fmt: skip
+def scores(
+    problem: Problem, product: Product, const: Constants, q: F64, k: F64, band: Array
+) -> Scores:
+    """Exact scores of rows q (R, D) with band (2, R), and the errors of computed ones."""
     d = problem.d
     columns = np.arange(problem.n_k)
     seen = (columns >= band[0][:, None]) & (columns < band[1][:, None])
@@ -209,8 +215,8 @@ def scores(problem: Problem, product: Product, const: Constants, q: F64, k: F64,
     tanh = tanh_e = np.zeros((0, 0))
     if problem.softcap is not None:
         s, err = tanh, tanh_e = _softcap(problem, s, err)
-    y = s * (const.unit * LOG2E)
-    e = err * const.c + np.abs(s) * const.c_error + 2.0**-50 * np.abs(y)
+    y = s * const.c
+    e = err * const.c_held + np.abs(s) * const.c_error + 2.0**-50 * np.abs(y)
     e = np.where(np.isfinite(e) & (np.abs(y) + e < 2.0**126), e, np.inf)
     top = np.where(seen, y, -np.inf).max(axis=1, initial=-np.inf)
     top = np.where(seen.any(axis=1), top, 0.0)
@@ -224,8 +230,8 @@ def scores(problem: Problem, product: Product, const: Constants, q: F64, k: F64,
 def _softcap(problem: Problem, s: F64, err: F64) -> tuple[F64, F64]:
     """tanh(S scale / softcap) and the error of 1 - 2 rcp(1 + ex2(x)), x = rn(S kappa) clamped.
 
-    The argument's error passes with the largest slope near it. ex2 errs by EX2, the sum and rcp by u
-    and RCP: relative errors of r = (1 - tanh) / 2, of which the final FMA takes 2 r and rounds once.
+    The argument's error passes with the largest slope near it. ex2 errs by EX2, the sum and rcp by
+    u and RCP: relative errors of r = (1 - tanh) / 2, of which the final FMA takes 2 r and rounds.
     Clamping at 30 changes tanh by less than 2^-29.
     """
     cap = problem.softcap or 1.0
@@ -269,13 +275,13 @@ class Walk:
 
     @property
     def tiles_after(self) -> F64:
-        """(R, N_k): tiles from a key's own to the row's last, both included (0 outside the band)."""
-        return np.maximum(self.last[:, None] - self.rank + 1, 0).astype(np.float64)
+        """(R, N_k): tiles from a key's own to the row's last, both included (0 after it)."""
+        return np.asarray(np.maximum(self.last[:, None] - self.rank + 1, 0), np.float64)
 
     @property
     def tiles(self) -> F64:
         """(R,): tiles of the band."""
-        return (self.last - self.first + 1).astype(np.float64)
+        return np.asarray(self.last - self.first + 1, np.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -296,6 +302,7 @@ class Reference:
 
 
 def reference(plan: Plan, s: Scores, walk: Walk) -> Reference:
+    """What `flash._follow`, `_redo` and `_alpha` can do with these scores."""
     policy = plan.numerics.reference
     some = s.seen.any(axis=1)
 

@@ -3,14 +3,7 @@
 Every rounding that `flash`, `backward` and `standard` make with an fp32 state is bounded by its
 worst case and carried to the result; factors (1 + eps) are multiplied up, never dropped. Needed are
 only float64 values of the exact result, no computed one, so that the bound judges any
-implementation of a Plan: the emulator's, and a kernel's.
-
-Notation, one query row. y_j = c S_j are the exact scores in log2 units, L2 = log2 sum_j 2^y_j, P_j =
-2^(y_j - L2), O = sum_j P_j v_j. The machine subtracts a reference r that is an arbitrary fp32 number
-(R at the end), so no error of r itself counts: w_j = 2^(y_j - R) are the exact weights, their sum
-is 2^(L2 - R). Everything is divided by that sum: absolute errors made in units of the reference
-(underflow, subnormal P) are multiplied by unit = 2^(R_up - L2), R_up >= R. All hats have gone into
-names: `e` are absolute errors of exponents, `up` computed magnitudes, `err` errors.
+implementation of a Plan: the emulator's, and a kernel's. Notation: see `bound_terms`.
 """
 
 from __future__ import annotations
@@ -18,330 +11,38 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from emulation import tensor_core
 from emulation.backward import check_dout
-from emulation.flash import LAZY_LIMIT, LN2, LOG2E
-from emulation.formats import FLOAT32, FORMATS, Format
-from emulation.oracle.result import numbers, refuse_nonfinite
+from emulation.bound_terms import (
+    EVALUATION,
+    EX2,
+    F64,
+    FLUSH,
+    LG2,
+    RCP,
+    TINY,
+    Constants,
+    Product,
+    Reference,
+    Rounding,
+    Scores,
+    U,
+    Walk,
+    compounded,
+    gamma64,
+    reference,
+    scores,
+)
+from emulation.flash import LN2, LOG2E
+from emulation.oracle.result import check_cotangents, numbers, refuse_nonfinite
 from emulation.plan import Plan
 from emulation.problem import Array, Problem
 
-F64 = NDArray[np.float64]
-
-U = FLOAT32.unit_roundoff  # one fp32 rounding to nearest, relative
-TINY = FLOAT32.smallest_subnormal  # one fp32 rounding below 2^-126, absolute (either mode)
-EX2 = 2.0**-22  # 2^x, relative: measured over all 2^23 fractions 0.61 (unit), 0.71 (polynomial) of it
-RCP = 2.0**-23  # rcp.approx, relative: 0.83 of it over all mantissas
-LG2 = 2.0**-22  # lg2.approx, absolute where |log2 l| < 1, else relative (PTX ISA): 0.97 of it
-#: 2^x is flushed below x = -126; if its argument erred by 1 at most, 2^-125 was lost. (If by more,
-#: the relative bound 2^e - 1 exceeds 1 and covers a flushed weight.)
-FLUSH = 2.0**-125
-#: float64 evaluates this file with relative errors far below 2^-20: sums of at most some thousand
-#: positive terms, and weights whose exponents' own float64 error is part of `e` below.
-EVALUATION = 1.0 + 2.0**-20
 ROWS = 256  # queries at a time
-
-
-def _power(base: float, count: F64 | float) -> F64:
-    """(1 + base)^count - 1."""
-    return np.asarray(np.expm1(np.asarray(count) * math.log1p(base)))
-
-
-def _gamma64(terms: int) -> float:
-    """A float64 sum of products, relative to the sum of their magnitudes."""
-    return (terms + 4) * 2.0**-52
-
-
-def _threshold(f: Format) -> float:
-    """The smallest magnitude that rounds to infinity."""
-    return (2.0 - f.unit_roundoff) * 2.0**f.emax
-
-
-# -- matrix products
-
-
-@dataclass(frozen=True)
-class _Product:
-    """One product on the Plan's matrix unit.
-
-    A step of the tensor core aligns L products and the accumulator to the largest exponent E and
-    cuts each behind F bits: at most L of the L + 1 terms lose something (the one at E does not), in
-    all less than L 2^(E-F) = align 2^E. Then the sum is cut to 24 bits: 2^-23 of itself. 2^E is at
-    most max_k power(a_k) power(b_k), where power(x) = 2^floor(log2 |x|), and 2^emin for subnormals:
-    these count as if they were normal; or |accumulator|; or `floor`'s constants. A chain of fp32
-    FMAs is a step of one product that rounds by u.
-    """
-
-    length: int
-    align: float
-    cut: float
-    floor: float  # absolute, per step
-    emin: float  # the least power() of an operand that is not 0
-    format: Format
-
-    @staticmethod
-    def of(fmt: str, arch: str = "sm90", step: int | None = None) -> _Product:
-        f = FORMATS[fmt]
-        if f is FLOAT32:
-            return _Product(1, 0.0, U, TINY, TINY, f)
-        rule = tensor_core.Step.of(tensor_core.RULES[arch], f, step)
-        lost = 2.0**-rule.fraction_bits
-        align = rule.length * lost
-        # The accumulator's subnormals count as 2^-126, nothing as less than 2^zero_exponent.
-        floor = align * 2.0**-126 + (rule.length + 1) * lost * 2.0**rule.zero_exponent + TINY
-        return _Product(rule.length, align, 2.0**-23, floor, 2.0**f.emin, f)
-
-    def steps(self, terms: int) -> int:
-        """Steps of a product of so many terms."""
-        return -(-terms // self.length)
-
-    def powers(self, x: F64) -> F64:
-        """power(x) of an input."""
-        return np.asarray(tensor_core.powers(np.ascontiguousarray(x), self.format))
-
-    def error(
-        self,
-        parts: list[F64],
-        b: F64,
-        after: F64 | NDArray[np.int64],
-        steps: float,
-        unit: F64 | float = 1.0,
-        power: F64 | None = None,
-    ) -> F64:
-        """Bound of the accumulation error of sum_j a_j b_j, a = sum of parts (their magnitudes).
-
-        after: steps from the one that adds term j to the last one, both included. In its own step
-        the term sets E; in the after - 1 others it is part of the accumulator, which may set E, too;
-        in all of them it is part of a sum that is cut. steps: their number at most. `unit` is the
-        value of 1 where a has been divided by something. `power`: power(a) of known a. Errors of
-        earlier steps pass through later ones: (1 + align)(1 + cut) each.
-        """
-        size = sum(parts[1:], start=parts[0])
-        err = (size * (after * (self.align + self.cut) - self.align)) @ np.abs(b)
-        if self.align:
-            if power is None:
-                least = self.emin * unit
-                power = sum((np.where(a > 0, np.maximum(a, least), 0.0) for a in parts), 0.0 * size)
-            err = err + self.align * (power @ self.powers(b))
-        growth = 1.0 + _power((1 + self.align) * (1 + self.cut) - 1, steps)
-        return np.asarray(growth * (err + steps * self.floor * unit))
-
-
-@dataclass(frozen=True)
-class _Rounding:
-    """P and dS on their way into the matrix unit: rounded (relative, absolute), or high plus low."""
-
-    relative: float
-    absolute: float
-    split: bool
-    limit: float  # from here on the cast gives infinity
-
-    @staticmethod
-    def of(fmt: str, split: bool = False) -> _Rounding:
-        f = FORMATS[fmt]
-        if f is FLOAT32:
-            return _Rounding(0.0, 0.0, split, math.inf)
-        return _Rounding(f.unit_roundoff, f.smallest_subnormal / 2, split, _threshold(f))
-
-    def error(self, up: F64, unit: F64 | float = 1.0) -> F64:
-        """|sum of parts - x|, |x| <= up. x - high is exact (both lie on x's fp32 grid), so split
-        loses u_h of what the first rounding lost.
-        """
-        lost = self.relative * up + self.absolute * unit
-        return self.relative * lost + self.absolute * unit if self.split else lost
-
-    def parts(self, up: F64, unit: F64 | float = 1.0) -> list[F64]:
-        """Magnitudes of the parts."""
-        lost = self.relative * up + self.absolute * unit
-        high = up + lost
-        return [high, lost + self.relative * lost + self.absolute * unit] if self.split else [high]
-
-
-# -- scores
-
-
-@dataclass(frozen=True, eq=False)
-class _Constants:
-    """unit of the scores and c = unit log2 e, as the machine holds them, and their errors."""
-
-    unit: float
-    unit_error: float
-    c: float
-    c_error: float
-
-    @staticmethod
-    def of(problem: Problem) -> _Constants:
-        unit = problem.scale if problem.softcap is None else problem.softcap
-        with np.errstate(over="ignore"):
-            held, c = float(np.float32(unit)), float(np.float32(unit * LOG2E))
-        return _Constants(
-            held, abs(held - unit), c, abs(c - unit * LOG2E) + 2.0**-51 * unit * LOG2E
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class _Scores:
-    """A block of rows (R, N_k): exact y in log2 units and L2 (R,), what is visible, the error e of
-    computed y, and with a softcap the tanh and its error.
-    """
-
-    y: F64
-    e: F64
-    seen: NDArray[np.bool_]
-    lse2: F64
-    tanh: F64
-    tanh_e: F64
-
-    @property
-    def p(self) -> F64:
-        """Exact P, 0 where not visible."""
-        return np.where(self.seen, np.exp2(self.y - self.lse2[:, None]), 0.0)
-
-
-def _scores(problem: Problem, product: _Product, const: _Constants, q: F64, k: F64, band: Array) -> _Scores:  # fmt: skip
-    d = problem.d
-    columns = np.arange(problem.n_k)
-    seen = (columns >= band[0][:, None]) & (columns < band[1][:, None])
-    s, size = q @ k.T, np.abs(q) @ np.abs(k).T
-    after = product.steps(d) - np.arange(d) // product.length
-    err = product.error([np.abs(q)], k.T, after, product.steps(d), power=product.powers(q))
-    err = err + _gamma64(d) * size
-    err = np.where(size + err < 2.0**127, err, np.inf)  # no partial sum overflows
-    tanh = tanh_e = np.zeros((0, 0))
-    if problem.softcap is not None:
-        s, err = tanh, tanh_e = _softcap(problem, s, err)
-    y = s * (const.unit * LOG2E)
-    e = err * const.c + np.abs(s) * const.c_error + 2.0**-50 * np.abs(y)
-    e = np.where(np.isfinite(e) & (np.abs(y) + e < 2.0**126), e, np.inf)
-    top = np.where(seen, y, -np.inf).max(axis=1, initial=-np.inf)
-    top = np.where(seen.any(axis=1), top, 0.0)
-    total = np.where(seen, np.exp2(np.where(seen, y - top[:, None], 0.0)), 0.0).sum(axis=1)
-    lse2 = top + np.log2(np.where(total > 0, total, 1.0))
-    return _Scores(np.where(seen, y, lse2[:, None]), np.where(seen, e, 0.0), seen, lse2, tanh, tanh_e)
-
-
-def _softcap(problem: Problem, s: F64, err: F64) -> tuple[F64, F64]:
-    """tanh(S scale / softcap) and the error of 1 - 2 rcp(1 + ex2(x)), x = rn(S kappa) clamped.
-
-    The argument's error passes with the largest slope near it. ex2 errs by EX2, the sum and rcp by u
-    and RCP: relative errors of r = (1 - tanh) / 2, of which the final FMA takes 2 r and rounds once.
-    Clamping at 30 changes tanh by less than 2^-29.
-    """
-    cap = problem.softcap or 1.0
-    exact = 2.0 * LOG2E * problem.scale / cap
-    with np.errstate(over="ignore"):
-        kappa = float(np.float32(exact))
-    x = s * exact
-    e_x = err * kappa + np.abs(s) * (abs(kappa - exact) + 2.0**-50 * exact)
-    e_x += U * (np.abs(x) + e_x) + TINY
-    t = np.tanh(0.5 * LN2 * x)
-    slope = 1.0 - np.tanh(0.5 * LN2 * np.maximum(np.abs(x) - e_x, 0.0)) ** 2
-    moved = np.minimum(0.5 * LN2 * np.where(np.isfinite(e_x), e_x * slope, np.inf), 2.0) + 2.0**-29
-    unit = (1 + RCP) / ((1 - EX2) * (1 - U)) - 1
-    e_t = moved + (1.0 - t + moved) * unit
-    e_t += U * (np.abs(t) + e_t) + 2.0**-50
-    return t, np.where(np.isfinite(err), e_t, np.inf)
-
-
-# -- tiles and references
-
-
-@dataclass(frozen=True, eq=False)
-class _Walk:
-    """The order of keys: rank of each key's tile, and its first and last rank per row."""
-
-    rank: NDArray[np.int64]  # (N_k,)
-    first: NDArray[np.int64]  # (R,)
-    last: NDArray[np.int64]
-    inside: NDArray[np.int64]  # (N_k,), position in its tile
-    tile: int
-
-    @staticmethod
-    def of(n_k: int, tile: int, ascending: bool, band: Array) -> _Walk:
-        columns = np.arange(n_k)
-        count = -(-n_k // tile)
-        low, high = band[0] // tile, np.maximum(band[1] - 1, 0) // tile
-        if not ascending:
-            low, high = count - 1 - high, count - 1 - low
-        rank = columns // tile if ascending else count - 1 - columns // tile
-        return _Walk(rank, low, high, columns % tile, tile)
-
-    @property
-    def tiles_after(self) -> F64:
-        """(R, N_k): tiles from a key's own to the row's last, both included (0 outside the band)."""
-        return np.maximum(self.last[:, None] - self.rank + 1, 0).astype(np.float64)
-
-    @property
-    def tiles(self) -> F64:
-        """(R,): tiles of the band."""
-        return (self.last - self.first + 1).astype(np.float64)
-
-
-@dataclass(frozen=True, eq=False)
-class _Reference:
-    """What is known of a row's references before it runs (log2 units, all (R,)).
-
-    R <= up, R >= low; computed exponents x <= x_up; at most `moves` alphas are not exactly 1 (or
-    another power of two without error); the arguments of alpha err by alpha_e in all; `same`: R is
-    rn(m c) of the row's largest score, which some forms of the LSE suppose.
-    """
-
-    up: F64
-    low: F64
-    x_up: F64
-    moves: F64
-    alpha_e: F64
-    same: NDArray[np.bool_]
-
-
-def _reference(plan: Plan, s: _Scores, walk: _Walk) -> _Reference:
-    policy = plan.numerics.reference
-    some = s.seen.any(axis=1)
-
-    def largest(x: F64, where: NDArray[np.bool_]) -> F64:
-        return np.where(some, np.where(where, x, -np.inf).max(axis=1, initial=-np.inf), 0.0)
-
-    start = s.seen & (walk.rank == walk.first[:, None])
-    m_up, m_low = largest(s.y + s.e, s.seen), largest(s.y - s.e, s.seen)
-    f_up, f_low = largest(s.y + s.e, start), largest(s.y - s.e, start)
-    # Roundings of r = rn(m c), of a reference lifted or moved, and of x at the largest score.
-    near = 3 * U * (np.maximum(largest(np.abs(s.y) + s.e, s.seen), 0.0) + 1.0)
-    later = np.maximum(walk.tiles - 1, 0.0)
-    up, low, x_up, moves = m_up + near, m_low - near, near, later
-    same = np.ones(len(up), bool)
-    limit = plan.stale_limit + 2.0**-16  # x of a P whose lane sum is at most 2^stale_limit
-    if policy == "final":
-        moves = np.zeros(len(up))
-    elif policy == "lazy":
-        low, x_up = low - LAZY_LIMIT * (1 + 2 * U), near + LAZY_LIMIT * (1 + 2 * U)
-        moves = np.minimum(later, np.floor((up - f_low + near) / LAZY_LIMIT))
-    elif policy in ("power-of-two", "tie-safe"):
-        up, same = up + 1.0, ~same
-    elif policy == "stale":
-        # A lane of tile_n / 4 entries exceeds 2^limit only with an x above this (1/2 for rounding):
-        jump = plan.stale_limit - math.log2(plan.tile_n / 4) - 0.5
-        jumps = (m_up - f_low >= jump) | (near > 0.25)
-        up = np.where(jumps, m_up + 1.0, f_up) + near
-        low = np.maximum(f_low, m_low - limit) - near
-        x_up = np.minimum(limit, np.maximum(m_up - f_low, 0.0)) + near
-        few = np.floor((up - f_low + near) / jump) if jump > 0.25 else later
-        moves = np.where(jumps, np.where(near > 0.25, later, np.minimum(later, few)), 0.0)
-        same = ~jumps
-    span = np.maximum(up - f_low + near, 0.0)
-    if plan.alpha == "maxima":
-        # rn(rn(m_old - m_new) c) for r_old - r_new: two roundings of each difference, and what
-        # rounding m c made of the first and of the last reference. No form for other references.
-        alpha_e = np.where(same, U * (2 + U) * span + near, np.inf)
-    else:
-        alpha_e = U * span
-        if policy == "power-of-two":  # 2^integer: exact, and so are the products with it
-            moves = np.zeros(len(up))
-    alpha_e = np.where(moves > 0, alpha_e + moves * TINY, 0.0)
-    return _Reference(up, low, x_up, moves, alpha_e, same)
 
 
 # -- forward
@@ -353,7 +54,7 @@ class _Forward:
     LSE.
     """
 
-    s: _Scores
+    s: Scores
     p: F64
     o: F64
     wide: F64
@@ -363,7 +64,7 @@ class _Forward:
 
 def _cast_error(value: F64, err: F64, fmt: str) -> F64:
     """Error after the output cast: u_h of what is rounded, and half a subnormal."""
-    r = _Rounding.of(fmt)
+    r = Rounding.of(fmt)
     up = np.abs(value) + err
     return np.where(up < r.limit, err + r.relative * up + r.absolute, np.inf)
 
@@ -400,11 +101,12 @@ def _spread(common: F64, v: F64, o: F64) -> F64:
 
 def _forward(problem: Problem, plan: Plan, h: int, rows: slice, band: Array) -> _Forward:
     num, fmt = plan.numerics, plan.format
-    product, const = _Product.of(fmt, plan.arch, plan.step), _Constants.of(problem)
+    product, const = Product.of(fmt, plan.arch, plan.step), Constants.of(problem)
+    rounding = Rounding.of(fmt, num.p == "split")
     q, k, v = (numbers(x) for x in _head(problem, h, rows))
-    s = _scores(problem, product, const, q, k, band)
-    walk = _Walk.of(problem.n_k, plan.tile_n, plan.direction == "left-to-right", band)
-    ref = _reference(plan, s, walk)
+    s = scores(problem, product, const, q, k, band)
+    walk = Walk.of(problem.n_k, plan.tile_n, plan.direction == "left-to-right", band)
+    ref = reference(plan, s, walk)
     p, seen = s.p, s.seen
     o = p @ v
     unit = np.exp2(ref.up - s.lse2)[:, None]
@@ -415,54 +117,49 @@ def _forward(problem: Problem, plan: Plan, h: int, rows: slice, band: Array) -> 
     e = s.e + U * x + 2 * TINY + ref.alpha_e[:, None]
     if plan.score == "unfused":
         e = e + U * (np.abs(s.y) + s.e)
-    factor = np.exp2(e) * (1.0 + _power(EX2, 1.0 + ref.moves))[:, None]
+    factor = np.exp2(e) * (1.0 + compounded(EX2, 1.0 + ref.moves))[:, None]
     # A weight is flushed by its own 2^x, or (having been up to 2^x_up) by an alpha.
     flush = np.where(seen, FLUSH * np.exp2(ref.x_up)[:, None] * unit, 0.0)
     weight_err = np.where(seen, p * (factor - 1.0), 0.0) + flush
+    weight_err[~(ref.x_up < 126.0)] = np.inf
     weight_up = p + weight_err
-    fits = np.exp2(ref.x_up) < 2.0**126
-    rounding = _Rounding.of(fmt, num.p == "split")
-    fits &= np.exp2(ref.x_up) * (1 + EX2) < rounding.limit
-    weight_err[~fits] = np.inf
 
     # P as P V sees it. If l sums the same P, both share this error, too.
     p_err = np.where(seen, rounding.error(weight_up, unit), 0.0)
-    p_parts = [np.where(seen, part, 0.0) for part in rounding.parts(weight_up, unit)]
-    p_up = sum(p_parts[1:], start=p_parts[0])
+    p_err[np.exp2(ref.x_up) * (1 + EX2) >= rounding.limit] = np.inf
+    parts = [np.where(seen, part, 0.0) for part in rounding.parts(weight_up, unit)]
     shared = num.row_sum == "rounded"
     common = weight_err + p_err if shared else weight_err
 
     after_tiles = walk.tiles_after
-    per_tile = product.steps(plan.tile_n) * len(p_parts)
-    within = np.minimum(per_tile, len(p_parts) * product.steps(plan.tile_n)) - walk.inside // product.length  # fmt: skip
-    carried = num.accumulate == "tensor-core"
-    after = (after_tiles - 1) * per_tile + within if carried else 0.0 * after_tiles + within
-    after = np.where(seen, after, 0.0)
+    per_tile = len(parts) * product.steps(plan.tile_n)
+    after = per_tile - walk.inside // product.length + 0.0 * after_tiles
+    if num.accumulate == "tensor-core":
+        after, adds = after + (after_tiles - 1) * per_tile, ref.moves[:, None] + 0.0 * after
+    else:
+        adds = after_tiles
     steps = walk.tiles.max(initial=0.0) * per_tile
 
     def accumulated(b: F64) -> F64:
-        """Matrix products, and the roundings of rescales, or of the promoted additions."""
-        err = product.error(p_parts, b, after, steps, unit)
-        growth = 1.0 + _power(U, 2 * walk.tiles + ref.moves)[:, None]
-        ops = ref.moves[:, None] if carried else after_tiles
-        err += _gamma_sum(p_up, ops, b) + walk.tiles[:, None] * TINY * unit
-        return growth * err * (1.0 + _power(product.align + product.cut, steps))
+        """Matrix products with the multiplications by alpha, or with the promoted additions."""
+        return _accumulated(product, parts, b, np.where(seen, after, 0.0), steps, adds, unit)
 
     # Row sums by lanes: at most 2 ceil(T / 8) - 1 additions in a tile (or 2 ceil(T / 8) with the
     # running sum in front), one fma a tile, two joins; not more than there are keys and moves.
-    adds = 2 * math.ceil(plan.tile_n / 8)
-    ops = after_tiles + adds + 1 if plan.row_sum_order == "tile" else after_tiles * adds + 2
+    lane = 2 * math.ceil(plan.tile_n / 8)
+    ops = after_tiles + lane + 1 if plan.row_sum_order == "tile" else after_tiles * lane + 2
     ops = np.minimum(ops, (seen.sum(axis=1) - 1 + ref.moves)[:, None])
 
     def lanes(values: F64, extra: int = 0) -> F64:
-        return np.asarray((values * _power(U, ops + extra)).sum(axis=1)) + walk.tiles * TINY * unit[:, 0]  # fmt: skip
+        lost = np.asarray((values * compounded(U, ops + extra)).sum(axis=1))
+        return lost + walk.tiles * TINY * unit[:, 0]
 
     if not shared:
         l_err = lanes(weight_up)
     elif plan.rounded_sum == "matrix":
         l_err = accumulated(np.ones((problem.n_k, 1)))[:, 0]
     else:  # of split halves, which are added first
-        l_err = lanes(p_up, extra=len(p_parts) - 1)
+        l_err = lanes(sum(parts[1:], start=parts[0]), extra=len(parts) - 1)
 
     # acc / l - O = (sum_j common_j (v_j - O) + acc_err - O l_err) / l, exactly; then 1 / l and the
     # final multiply.
@@ -490,9 +187,22 @@ def _forward(problem: Problem, plan: Plan, h: int, rows: slice, band: Array) -> 
     return _Forward(s, p, o, wide, out, _finish(lse[:, None], seen)[:, 0])
 
 
-def _gamma_sum(a: F64, ops: F64, b: F64) -> F64:
-    """sum_j a_j b_j with so many fp32 roundings on each term."""
-    return np.asarray((a * _power(U, ops)) @ np.abs(b))
+def _accumulated(
+    product: Product,
+    parts: list[F64],
+    b: F64,
+    after: F64,
+    steps: float,
+    adds: F64,
+    unit: F64 | float = 1.0,
+) -> F64:
+    """Errors of a product on the matrix unit (see `Product.error`) whose terms also pass through so
+    many fp32 roundings (`adds`: additions of tiles, multiplications by alpha).
+    """
+    size, most = sum(parts[1:], start=parts[0]), adds.max(initial=0.0)
+    err = product.error(parts, b, after, steps, unit)
+    err = err + product.growth(steps) * ((size * compounded(U, adds)) @ np.abs(b))
+    return np.asarray((1.0 + compounded(U, most)) * err + 2 * (most + 1) * TINY * unit)
 
 
 def _finish(err: F64, seen: NDArray[np.bool_]) -> F64:
@@ -502,7 +212,7 @@ def _finish(err: F64, seen: NDArray[np.bool_]) -> F64:
 
 
 def _lse_error(
-    plan: Plan, problem: Problem, const: _Constants, s: _Scores, ref: _Reference, e_log: F64
+    plan: Plan, problem: Problem, const: Constants, s: Scores, ref: Reference, e_log: F64
 ) -> F64:
     """LSE = ln2 (r + log2 l) in the Plan's form."""
     held = float(np.float32(LN2))
@@ -518,11 +228,11 @@ def _lse_error(
     if plan.lse == "reference":
         e = LN2 * (w + ln2 * r)
     else:
-        # m factor for r ln2, where r = rn(m c) and |m| = |r| / c: unit - c ln2 = (c - c_held) ln2.
-        factor, wanted = const.unit, const.c * LN2
+        # m factor for r ln2, where r = rn(m c) and |m| = |r| / c.
+        factor, wanted = const.unit_held, const.c_held * LN2
         if plan.lse == "c ln2":
-            factor = float(np.float32(const.c * LN2))
-        m = r * (1 + 2 * U) / const.c if const.c else np.inf
+            factor = float(np.float32(const.c_held * LN2))
+        m = r * (1 + 2 * U) / const.c_held if const.c_held else np.inf
         e = LN2 * w + m * (abs(factor - wanted) + 2.0**-50 * wanted + U * wanted)
         e = np.where(ref.same, e, np.inf)
     return e + U * (exact + e) + TINY
@@ -533,20 +243,18 @@ def _head(problem: Problem, h: int, rows: slice) -> tuple[Array, Array, Array]:
     return problem.q[h, rows], problem.k[g], problem.v[g]
 
 
-def forward_bound(
-    problem: Problem, plan: Plan, *, before_cast: bool = False
-) -> tuple[F64, F64]:
+def forward_bound(problem: Problem, plan: Plan, *, before_cast: bool = False) -> tuple[F64, F64]:
     """Bounds of |out - exact| (H, N_q, D_v) and |lse - exact| (H, N_q), elementwise, float64.
 
     They hold for every implementation of `plan` (fp32 state) on every finite input; inf where the
-    Plan may overflow or be wrong by more than its own size, 0 for rows that see no key. before_cast:
-    of O before it is rounded to the output format. O(N_q N_k D_v) float64 operations. Raises
-    ValueError for NaN or Inf that some query sees, for a Plan of another format or with a half
-    state, and for a "stale" reference whose limit a tile can exceed without a larger score.
+    Plan may overflow or be wrong by more than its own size, 0 for rows that see no key.
+    before_cast: of O before it is rounded to the output format. O(N_q N_k D_v) float64 operations.
+    Raises ValueError for NaN or Inf that some query sees, for a Plan of another format or with a
+    half state, and for a "stale" reference whose limit a tile can exceed without a larger score.
 
     >>> x = np.eye(64, dtype=np.float16)
     >>> out, lse = forward_bound(Problem.of(x, x, x), Plan(format="float16"))
-    >>> out.shape, bool(out.max() < 2**-15), bool(lse.max() < 2**-20)
+    >>> out.shape, bool(out.max() < 2**-15), bool(lse.max() < 2**-18)
     ((1, 64, 64), True, True)
     """
     _check(problem, plan)
@@ -558,3 +266,257 @@ def forward_bound(
                 f = _forward(problem, plan, h, rows, band)
                 out[h, rows], lse[h, rows] = f.wide if before_cast else f.out, f.lse
     return out, lse
+
+
+# -- backward
+
+
+def _delta_error(plan: Plan, f: _Forward, dout: F64, v_terms: F64, dlse: F64) -> tuple[F64, F64]:
+    """delta = sum_d dO_d O_d - dLSE (R,) and its error: that of the O which is summed, as a rounded
+    part and (delta="full") the rounded remainder, which is exact before its rounding; then 8 fmas a
+    part in a chain, a tree over the chunks, one subtraction.
+    """
+    r = Rounding.of(plan.format)
+    o_err, size, parts = f.out, np.abs(f.o) + f.out, 1
+    half = plan.numerics.out == "input" and r.relative > 0
+    if half and plan.numerics.delta == "full":
+        up = np.abs(f.o) + f.wide
+        first = r.relative * up + r.absolute
+        rest = r.relative * first + r.absolute
+        o_err = np.where(up < r.limit, f.wide + rest, np.inf)
+        size, parts = up + 2 * first + rest, 2
+    chunks = 1
+    while chunks * 8 < f.o.shape[1]:
+        chunks *= 2
+    weight = np.abs(dout)
+    rounded = compounded(U, 8 * parts + math.log2(chunks)) + gamma64(f.o.shape[1])
+    err = (weight * o_err).sum(axis=1) + rounded * (weight * size).sum(axis=1)
+    err = err + 8 * parts * chunks * TINY + gamma64(f.o.shape[1]) * v_terms
+    delta = (dout * f.o).sum(axis=1) - dlse
+    return delta, err + np.where(dlse != 0, U * (np.abs(delta) + err), 0.0)
+
+
+def _query_walk(
+    plan: Plan, product: Product, n_q: int, rows: slice, heads_after: int
+) -> tuple[F64, F64, int]:
+    """For dV and dK: steps after a query's own (it included), promoted additions after, steps of
+    one head. An unsplit product runs through from the first row that sees the tile (one step more
+    where that is no multiple of L); the others start anew every tile_m queries.
+    """
+    i = np.arange(rows.start, rows.stop)
+    parts = 2 if plan.numerics.p == "split" else 1
+    if plan.numerics.accumulate == "tensor-core" and parts == 1:
+        head = product.steps(n_q) + 1
+        after = (n_q - 1 - i) // product.length + 2 + heads_after * head
+        return after.astype(np.float64), np.zeros(len(i)), head
+    tile, per_tile = plan.backward.tile_m, parts * product.steps(plan.backward.tile_m)
+    tiles = -(-n_q // tile)
+    within = per_tile - i % tile // product.length
+    left = tiles - 1 - i // tile + heads_after * tiles
+    if plan.numerics.accumulate == "promoted":
+        return within.astype(np.float64), left + 1.0, tiles * per_tile
+    return within + left * float(per_tile), np.zeros(len(i)), tiles * per_tile
+
+
+@dataclass(frozen=True, eq=False)
+class _Sum:
+    """An accumulator before its scaling: exact value, error, and sum of the terms' magnitudes."""
+
+    value: F64
+    err: F64
+    size: F64
+
+    @staticmethod
+    def zeros(*shape: int) -> _Sum:
+        return _Sum(np.zeros(shape), np.zeros(shape), np.zeros(shape))
+
+    def __add__(self, other: _Sum) -> _Sum:
+        return _Sum(self.value + other.value, self.err + other.err, self.size + other.size)
+
+    def finished(self, plan: Plan, scale: float | None = None) -> F64:
+        """Scaled by the held fp32 factor (None: not) and cast; inf where a sum may overflow."""
+        value, err = self.value, np.where(self.size + self.err < 2.0**126, self.err, np.inf)
+        if scale is not None:
+            with np.errstate(over="ignore"):
+                held = float(np.float32(scale))
+            err = err * held + np.abs(value) * abs(held - scale)
+            value = value * scale
+            err += U * (np.abs(value) + err) + TINY
+        err = _cast_error(value, err, plan.format if plan.numerics.out == "input" else "float32")
+        return np.where(np.isnan(err), np.inf, err * EVALUATION)
+
+
+def _backward(
+    problem: Problem, plan: Plan, h: int, rows: slice, band: Array, dout: F64, dlse: F64
+) -> tuple[_Sum, _Sum, _Sum]:
+    """What a block of queries of one head gives to dQ (all of it), dK and dV."""
+    f = _forward(problem, plan, h, rows, band)
+    product = Product.of(plan.format, plan.arch, plan.step)
+    rounding = Rounding.of(plan.format, plan.numerics.p == "split")
+    q, k, v = (numbers(x) for x in _head(problem, h, rows))
+    s, p, seen = f.s, f.p, f.s.seen
+
+    # P = 2^(s c - rn(LSE log2 e)): the forward's LSE error, its conversion, then as in the forward.
+    held = float(np.float32(LOG2E))
+    e_lse = f.lse * held + np.abs(s.lse2) * (abs(held - LOG2E) + 2.0**-51) * LN2
+    e_lse = (e_lse + U * (np.abs(s.lse2) + e_lse) + TINY)[:, None]
+    e = s.e + e_lse
+    x_up = e
+    e = e + U * (s.lse2[:, None] - s.y + e) + TINY
+    factor = np.exp2(e) * (1 + EX2)
+    p_err = np.where(seen, p * (factor - 1.0) + FLUSH, 0.0)
+    p_err = np.where(seen & ~(x_up < 126.0), np.inf, p_err)
+    p_up = p + p_err
+    p_half = np.where(seen & (p_up < rounding.limit), rounding.error(p_up), 0.0 * seen)
+    p_half = np.where(p_up < rounding.limit, p_half, np.inf)
+
+    # dS = rn(P rn(dP - delta)), with a softcap times rn(1 - tanh^2).
+    terms = np.abs(dout) @ np.abs(v).T
+    d_v = problem.d_v
+    after = product.steps(d_v) - np.arange(d_v) // product.length
+    dp_err = product.error(
+        [np.abs(dout)], v.T, after, product.steps(d_v), power=product.powers(dout)
+    )
+    dp_err = np.where(terms + dp_err < 2.0**126, dp_err + gamma64(d_v) * terms, np.inf)
+    delta, delta_err = _delta_error(plan, f, dout, (p * terms).sum(axis=1), dlse)
+    gap = dout @ v.T - delta[:, None]
+    gap_err = dp_err + delta_err[:, None]
+    gap_err += U * (np.abs(gap) + gap_err)
+    ds = p * gap
+    ds_err = p_err * (np.abs(gap) + gap_err) + p * gap_err
+    ds_err += U * (np.abs(ds) + ds_err) + TINY
+    if problem.softcap is not None:
+        slope = 1.0 - s.tanh**2
+        slope_err = (2 * np.abs(s.tanh) + s.tanh_e) * s.tanh_e
+        slope_err += U * (slope + slope_err)
+        ds_err = ds_err * (slope + slope_err) + np.abs(ds) * slope_err
+        ds = ds * slope
+        ds_err += U * (np.abs(ds) + ds_err) + TINY
+    ds, ds_err = np.where(seen, ds, 0.0), np.where(seen, ds_err, 0.0)
+    ds_up = np.abs(ds) + ds_err
+    ds_half = np.where(seen, rounding.error(ds_up), 0.0)
+    ds_half = np.where(ds_up < rounding.limit, ds_half, np.inf)
+
+    def parts(up: F64) -> list[F64]:
+        return [np.where(seen, part, 0.0) for part in rounding.parts(up)]
+
+    ds_parts, p_parts = parts(ds_up), parts(p_up)
+    ascending = plan.backward.dq_order == "ascending"
+    walk = Walk.of(problem.n_k, plan.backward.tile_n, ascending, band)
+    steps = len(ds_parts) * product.steps(walk.tile)
+    after = np.asarray(steps - walk.inside // product.length, np.float64)
+    dq_err = _accumulated(product, ds_parts, k, after, steps, walk.tiles_after)
+    group = problem.group
+    later, adds, head = _query_walk(plan, product, problem.n_q, rows, group - 1 - h % group)
+
+    def over_queries(value: F64, err: F64, up: list[F64], b: F64) -> _Sum:
+        lost = _accumulated(product, [x.T for x in up], b, later, head * group, adds)
+        size = sum(up[1:], start=up[0]).T @ np.abs(b)
+        return _Sum(value.T @ b, err.T @ np.abs(b) + lost, size)
+
+    dq = _Sum(
+        ds @ k,
+        (ds_err + ds_half) @ np.abs(k) + dq_err,
+        sum(ds_parts[1:], start=ds_parts[0]) @ np.abs(k),
+    )
+    dk = over_queries(ds, ds_err + ds_half, ds_parts, q)
+    return dq, dk, over_queries(p, p_err + p_half, p_parts, dout)
+
+
+def backward_bound(
+    problem: Problem, plan: Plan, dout: Any, dlse: Any = None
+) -> tuple[F64, F64, F64]:
+    """Bounds of |dq - exact| (H, N_q, D), |dk - exact| (H_kv, N_k, D) and |dv - exact| (H_kv, N_k,
+    D_v), elementwise, float64, for `flash_vjp` of this Plan (its forward included).
+
+    dout (..., N_q, D_v) and dlse (..., N_q) as in `flash_vjp`. What holds and what is raised is as
+    in `forward_bound`.
+
+    >>> x = np.eye(64, dtype=np.float16)
+    >>> bounds = backward_bound(Problem.of(x, x, x), Plan(format="float16"), x)
+    >>> [bool(b.max() < 2**-10) for b in bounds]
+    [True, True, True]
+    """
+    _check(problem, plan)
+    check_dout(problem, dout, dlse)
+    do, dl = check_cotangents(problem, dout, dlse)
+    kv = problem.k.shape[0]
+    dq = np.zeros((problem.heads, problem.n_q, problem.d))
+    dk, dv = np.zeros((kv, problem.n_k, problem.d)), np.zeros((kv, problem.n_k, problem.d_v))
+    with np.errstate(all="ignore"):
+        for g in range(kv):
+            dk_sum, dv_sum = _Sum.zeros(*dk.shape[1:]), _Sum.zeros(*dv.shape[1:])
+            for h in range(g * problem.group, (g + 1) * problem.group):
+                for rows, band in _blocks(problem):
+                    parts = _backward(problem, plan, h, rows, band, do[h, rows], dl[h, rows])
+                    dq[h, rows] = parts[0].finished(plan, problem.scale)
+                    dk_sum, dv_sum = dk_sum + parts[1], dv_sum + parts[2]
+            dk[g], dv[g] = dk_sum.finished(plan, problem.scale), dv_sum.finished(plan)
+    return dq, dk, dv
+
+
+# -- standard attention
+
+
+def standard_bound(problem: Problem) -> tuple[F64, F64]:
+    """Bounds of |out - exact| and |lse - exact| for `standard` with state="float32", as
+    `forward_bound`.
+
+    >>> x = np.eye(64, dtype=np.float16)
+    >>> out, lse = standard_bound(Problem.of(x, x, x))
+    >>> bool(out.max() < 2**-15), bool(lse.max() < 2**-18)
+    (True, True)
+    """
+    _check(problem)
+    out = np.zeros((problem.heads, problem.n_q, problem.d_v))
+    lse = np.zeros(out.shape[:2])
+    with np.errstate(all="ignore"):
+        for h in range(problem.heads):
+            for rows, band in _blocks(problem):
+                out[h, rows], lse[h, rows] = _standard(problem, h, rows, band)
+    return out, lse
+
+
+def _standard(problem: Problem, h: int, rows: slice, band: Array) -> tuple[F64, F64]:
+    """Weights relative to the largest computed score (an exact number, which cancels)."""
+    product, const = Product.of(problem.dtype), Constants.of(problem, natural=True)
+    q, k, v = (numbers(x) for x in _head(problem, h, rows))
+    s = scores(problem, product, const, q, k, band)
+    p, seen, n_k = s.p, s.seen, problem.n_k
+    top = np.where(seen, s.y + s.e, -np.inf).max(axis=1, initial=-np.inf)
+    bottom = np.where(seen, s.y - s.e, -np.inf).max(axis=1, initial=-np.inf)
+    top, bottom = (np.where(seen.any(axis=1), x, 0.0) for x in (top, bottom))
+    top, bottom = top + 2 * U * np.abs(top) + TINY, bottom - 2 * U * np.abs(bottom) - TINY
+    unit = np.exp2(top - s.lse2)[:, None]
+    # y = rn(s unit), x = rn(rn(y - top) log2 e), 2^x.
+    held = float(np.float32(LOG2E))
+    y_err = s.e + U * (np.abs(s.y) + s.e) + 2 * TINY
+    x = np.maximum(top[:, None] - s.y + y_err, 0.0)
+    e = y_err + ((1 + U) ** 2 * (1 + abs(held / LOG2E - 1) + 2.0**-51) - 1) * x + 2 * TINY
+    factor = np.exp2(e) * (1 + EX2)
+    flush = np.where(seen, FLUSH * unit, 0.0)
+    common = np.where(seen, p * (factor - 1.0), 0.0) + flush
+    up = p + common
+    adds = max(0, min(-(-n_k // 32) - 1 + 5, n_k - 1))
+    l_err = up.sum(axis=1) * compounded(U, adds)
+    low = np.maximum(p / factor * (1 - EX2 * EX2) - flush, 0.0).sum(axis=1) - l_err
+    inverse = np.where(low > 0, 1.0 / np.where(low > 0, low, 1.0), np.inf)[:, None]
+    o = p @ v
+    err = inverse * (_spread(common, v, o) + np.abs(o) * l_err[:, None])
+    # P / l rounded, rounded to the format, one product over the row, the cast.
+    rounding = Rounding.of(problem.dtype)
+    p_up = np.where(seen, up * inverse, 0.0)
+    once = np.where(seen, U * p_up + TINY, 0.0)
+    p_err = once + np.where(seen, rounding.error(p_up + once), 0.0)
+    steps = product.steps(n_k)
+    after = steps - np.arange(n_k) // product.length
+    err = err + p_err @ np.abs(v) + product.error([p_up + p_err], v, after, steps)
+    err = np.where((p_up + p_err) @ np.abs(v) < 2.0**126, err, np.inf)
+    out = _finish(_cast_error(o, _finish(err, seen), problem.dtype), seen)
+    e_log = np.maximum(np.log2(up.sum(axis=1) + l_err), -np.log2(np.where(low > 0, low, 0.0)))
+    size = np.maximum(np.abs(s.lse2 - top), np.abs(s.lse2 - bottom)) + e_log  # |log2 l|
+    e_lg = LG2 * np.maximum(1.0, size)
+    ln2 = abs(float(np.float32(LN2)) - LN2) / LN2 + 2.0**-52
+    lse = LN2 * (e_log + e_lg + ln2 * (size + e_lg))
+    lse = lse + U * (LN2 * np.abs(s.lse2) + lse) + TINY
+    return out, _finish(lse[:, None], seen)[:, 0]

@@ -226,14 +226,20 @@ class Problem:
         empty = hi <= lo
         return np.where(empty, 0, lo), np.where(empty, 0, hi)
 
+    def seen_keys(self) -> NDArray[np.bool_]:
+        """Which keys at least one query sees (N_k,)."""
+        lo, hi = self.band()
+        steps = np.zeros(self.n_k + 1, np.int64)
+        np.add.at(steps, lo, 1)
+        np.add.at(steps, hi, -1)
+        return np.cumsum(steps)[: self.n_k] > 0
+
     def nonfinite(self) -> str | None:
         """Where the first NaN or Inf stands that some query would see, or None; for callers that
         refuse them.
         """
         lo, hi = self.band()
-        seen = np.zeros(self.n_k, bool)
-        for i in np.flatnonzero(hi > lo) if self.causal or self.window else range(min(1, self.n_q)):
-            seen[lo[i] : hi[i]] = True
+        seen = self.seen_keys()
         for name, x, rows in (("q", self.q, hi > lo), ("k", self.k, seen), ("v", self.v, seen)):
             bad = np.argwhere(~np.isfinite(np.asarray(x, np.float32)) & rows[None, :, None])
             if len(bad):

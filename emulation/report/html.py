@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _SHARES = (
     "A share is ⟨c, e⟩ / ⟨e, e⟩: how much of the error e the contribution c accounts for. Shares "
-    "keep their sign and sum to 100 % with the second-order rest. “Before the cast” is the error "
+    "keep their sign and sum to 100 % with the residual. “Before the cast” is the error "
     "that the result had before it was rounded to the output format."
 )
 
@@ -281,8 +281,8 @@ def to_html(
 <h2>What was computed</h2>
 <div class="grid">{"".join(cards)}</div>
 {made}
-<footer>Made by cuflash. Contributions are first order, with their signs; the second-order rest is
-in the table.
+<footer>Made by cuflash. Contributions keep their signs and close by secants, not derivatives; what
+the oracle still sees is the residual.
 Verdict: {_e(attribution.verdict())}.</footer>
 </main>
 </body>

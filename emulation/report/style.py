@@ -23,7 +23,7 @@ GROUP_COLOURS: dict[str, tuple[str, str, str]] = {
     "delta": ("--g-delta", "#4d8a2e", "#93cf6d"),
     "dS": ("--g-ds", "#a3701f", "#dfa659"),
     "dS rounding": ("--g-dsr", "#2a9d63", "#67d69d"),
-    "second order": ("--g-rest", "#a4a9b3", "#6f7785"),
+    "residual": ("--g-rest", "#a4a9b3", "#6f7785"),
 }
 
 _SPARE: tuple[tuple[str, str, str], ...] = (

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from emulation.contributions import Attribution, Contribution
 
-RESIDUAL = "second order"
-"""Name of the row that closes the sum: what the first-order contributions leave over."""
+RESIDUAL = "residual"
+"""Name of the row that closes the sum: what no source accounts for."""
 
 _WORDS = {
     "output cast": "rounding the result to the output format",
@@ -34,7 +34,7 @@ _WORDS = {
     "P from forward": "the stored P",
     "dP": "the product dO·V",
     "dS": "the arithmetic of dS",
-    RESIDUAL: "what the first-order contributions do not cover",
+    RESIDUAL: "what no source accounts for",
 }
 
 
@@ -188,7 +188,7 @@ def rows(attribution: Attribution, *, sources: bool = True) -> list[Row]:
             "residual",
             RESIDUAL,
             "",
-            "what the first-order contributions leave over",
+            "what no source accounts for",
             rest.rms,
             rest.max,
             rest.mean,
