@@ -16,7 +16,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from emulation.report.files import OutputFile
 from emulation.report.inputs import InputError
@@ -326,17 +326,36 @@ def _options(work: Work, args: argparse.Namespace) -> dict[str, Any]:
 # -- Commands --------------------------------------------------------------------------
 
 
+class Said(NamedTuple):
+    """What a command leaves: Markdown for stdout, and the exit code."""
+
+    markdown: str
+    code: int = 0
+
+
 @dataclass(frozen=True)
 class Command:
-    """One command: its line of help, its arguments, and what it does (Markdown for stdout)."""
+    """One command: its line of help, its arguments, and what it does."""
 
     help: str
     add: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace, str], str]
+    run: Callable[[argparse.Namespace, str], Said]
+
+
+def _report(args: argparse.Namespace, command: str) -> Said:
+    return Said(_run_report(args, command))
+
+
+def _doctor(args: argparse.Namespace, command: str) -> Said:
+    from cuflash import doctor
+
+    findings = doctor.examine()
+    return Said(doctor.to_markdown(findings), 0 if doctor.gpu_usable(findings) else 1)
 
 
 COMMANDS: dict[str, Command] = {
-    "report": Command("where the rounding error of attention comes from", _add_report, _run_report),
+    "report": Command("where the rounding error of attention comes from", _add_report, _report),
+    "doctor": Command("what is installed, and how to mend what is not", lambda parser: None, _doctor),
 }
 
 
@@ -369,8 +388,9 @@ def _joined(words: Sequence[str]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: sys.argv); returns the exit code.
 
-    0: done. 2: wrong arguments or input, one line on stderr. 130: interrupted.
+    0: done. 1: `doctor` found no usable GPU. 2: wrong arguments or input, one line on stderr. 130: interrupted.
     """
+    code = 0
     words = _joined(sys.argv[1:] if argv is None else argv)
     parser = _Parser(prog="cuflash", description="Attention whose every rounding is explained.")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", parser_class=_Parser)
@@ -381,7 +401,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command is None:
             _print(parser.format_help())
             return 0
-        _print(COMMANDS[args.command].run(args, shlex.join(["cuflash", *words])))
+        said_last = COMMANDS[args.command].run(args, shlex.join(["cuflash", *words]))
+        code = said_last.code
+        _print(said_last.markdown)
     except InputError as error:
         print(f"cuflash: {printable(error)}", file=sys.stderr)
         return 2

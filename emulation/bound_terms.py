@@ -45,6 +45,11 @@ def compounded(base: float, count: F64 | float) -> F64:
     return np.asarray(np.expm1(np.asarray(count) * math.log1p(base)))
 
 
+def total(parts: list[F64]) -> F64:
+    """The sum of one or two parts."""
+    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+
 def gamma64(terms: int) -> float:
     """A float64 sum of products, relative to the sum of their magnitudes."""
     return (terms + 4) * 2.0**-52
@@ -114,12 +119,12 @@ class Product:
         the value of 1 where a has been divided by something. `power`: power(a) of known a. Errors
         of earlier steps pass through later ones: (1 + align)(1 + cut) each.
         """
-        size = sum(parts[1:], start=parts[0])
+        size = total(parts)
         err = (size * (after * (self.align + self.cut) - self.align)) @ np.abs(b)
         if self.align:
             if power is None:
                 least = self.emin * unit
-                power = sum((np.where(a > 0, np.maximum(a, least), 0.0) for a in parts), 0.0 * size)
+                power = total([np.where(a > 0, np.maximum(a, least), 0.0) for a in parts])
             err = err + self.align * (power @ self.powers(b))
         return np.asarray(self.growth(steps) * (err + steps * self.floor * unit))
 

@@ -153,18 +153,19 @@ class Machine:
         """
         return rounding.fma(a, b, c, self.state)
 
-    def exp2(self, name: str, x: Node, seen: Array | None = None, column: int = 0) -> Node:
-        """2^x where seen, +0 elsewhere. `column` is x's first column in its tile (the pattern of
-        "mixed").
+    def exp2(self, name: str, x: Node, seen: Array | None = None) -> Node:
+        """2^x where seen, +0 elsewhere: P of a tile; without `seen` a factor per row (alpha).
+
+        "mixed" sends one group of eight columns in four of a tile to the polynomial, so that each
+        lane of a quad has its share; factors go to the hardware.
         """
         xp = rounding.namespace(x)
-        if self.unit == "hardware":
+        if self.unit == "hardware" or (self.unit == "mixed" and seen is None):
             y = sfu.ex2(x)
         elif self.unit == "polynomial":
             y = sfu.ex2_polynomial(x)
         else:
-            # One group of eight columns in four, so that each lane of a quad has its share.
-            pattern = (xp.arange(x.shape[-1]) + column) // 8 % 4 == 0
+            pattern = xp.arange(x.shape[-1]) // 8 % 4 == 0
             y = xp.where(pattern, sfu.ex2_polynomial(x), sfu.ex2(x))
         y = y if seen is None else xp.where(seen, y, xp.float32(0))
         return self.keep(name, y)

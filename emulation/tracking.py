@@ -276,10 +276,10 @@ class TrackingMachine(Machine):
         errors = _merge((x, lambda e: e * weight))
         return self._step(name, value, f(x.exact), errors, _wide(value) - f(near))
 
-    def exp2(self, name: str, x: Any, seen: Array | None = None, column: int = 0) -> Any:
+    def exp2(self, name: str, x: Any, seen: Array | None = None) -> Any:
         if not isinstance(x, Tracked):
-            return super().exp2(name, x, seen, column)
-        value = super().exp2(name, x.value, seen, column)
+            return super().exp2(name, x, seen)
+        value = super().exp2(name, x.value, seen)
         if seen is not None:  # what a row does not see may be anything, also too large for 2^x
             x = self.map(x, lambda y: np.where(seen, y, 0))
         y = self._function(name, x, value, np.exp2, lambda t: _LN2 * np.exp2(t))

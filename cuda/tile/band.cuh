@@ -1,0 +1,23 @@
+// The band of keys [low, high) that a row sees: every mask (causal, window, alignment) in two integers.
+#pragma once
+
+#include "ptx/types.cuh"
+
+namespace cuflash {
+
+struct Band {
+  i32 n_q, n_k;
+  i32 diagonal;  // key under the diagonal of query 0
+  i32 left, right;  // keys to either side of the diagonal; INT_MAX: unbounded
+
+  __device__ __forceinline__ i32 low(i32 row) const {
+    const i64 first = static_cast<i64>(row) + diagonal - left;
+    return first > 0 ? (first < n_k ? static_cast<i32>(first) : n_k) : 0;
+  }
+  __device__ __forceinline__ i32 high(i32 row) const {
+    const i64 end = static_cast<i64>(row) + diagonal + right + 1;
+    return end < n_k ? (end > 0 ? static_cast<i32>(end) : 0) : n_k;
+  }
+};
+
+}  // namespace cuflash
