@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -84,9 +85,19 @@ def standard_inputs(
         yield (kind, *sample(kind, n=n, d=d, dtype=dtype))
 
 
-def write(name: str, figures: Any) -> Path:
+def gpu() -> dict[str, Any]:
+    """Card, driver and clocks as nvidia-smi gives them."""
+    fields = "name,driver_version,clocks.sm,clocks.max.sm,power.draw,power.limit"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    values = said.splitlines()[0].split(", ")
+    return dict(zip(fields.split(","), values, strict=True))
+
+
+def write(name: str, figures: Any, extra: dict[str, Any] | None = None) -> Path:
     """bench/results/NAME.json: the figures and the machine that made them."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"machine": machine(), "figures": figures}, indent=1) + "\n")
+    made_by = machine() | (extra or {})
+    path.write_text(json.dumps({"machine": made_by, "figures": figures}, indent=1) + "\n")
     return path

@@ -192,7 +192,9 @@ class _Call:
         if dlse is not None:
             check_beside("dlse", dlse, out)
         if tuple(dout.shape) != tuple(out.shape):
-            raise ValueError(f"dout: shape {tuple(dout.shape)}, must be {tuple(out.shape)} like out")
+            raise ValueError(
+                f"dout: shape {tuple(dout.shape)}, must be {tuple(out.shape)} like out"
+            )
         return swapped(dout, self.layout)
 
 

@@ -342,11 +342,11 @@ class Command:
     run: Callable[[argparse.Namespace, str], Said]
 
 
-def _report(args: argparse.Namespace, command: str) -> Said:
+def _said_report(args: argparse.Namespace, command: str) -> Said:
     return Said(_run_report(args, command))
 
 
-def _doctor(args: argparse.Namespace, command: str) -> Said:
+def _run_doctor(args: argparse.Namespace, command: str) -> Said:
     from cuflash import doctor
 
     findings = doctor.examine()
@@ -354,8 +354,10 @@ def _doctor(args: argparse.Namespace, command: str) -> Said:
 
 
 COMMANDS: dict[str, Command] = {
-    "report": Command("where the rounding error of attention comes from", _add_report, _report),
-    "doctor": Command("what is installed, and how to mend what is not", lambda parser: None, _doctor),
+    "report": Command(
+        "where the rounding error of attention comes from", _add_report, _said_report
+    ),
+    "doctor": Command("what is installed, and what mends the rest", lambda _: None, _run_doctor),
 }
 
 
@@ -388,7 +390,8 @@ def _joined(words: Sequence[str]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: sys.argv); returns the exit code.
 
-    0: done. 1: `doctor` found no usable GPU. 2: wrong arguments or input, one line on stderr. 130: interrupted.
+    0: done. 1: `doctor` found no usable GPU. 2: wrong arguments or input, one line on stderr.
+    130: interrupted.
     """
     code = 0
     words = _joined(sys.argv[1:] if argv is None else argv)
@@ -401,9 +404,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command is None:
             _print(parser.format_help())
             return 0
-        said_last = COMMANDS[args.command].run(args, shlex.join(["cuflash", *words]))
-        code = said_last.code
-        _print(said_last.markdown)
+        markdown, code = COMMANDS[args.command].run(args, shlex.join(["cuflash", *words]))
+        _print(markdown)
     except InputError as error:
         print(f"cuflash: {printable(error)}", file=sys.stderr)
         return 2
@@ -413,4 +415,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader left, the files are written; Python's flush at exit needs a live descriptor.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    return code

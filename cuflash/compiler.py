@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -25,9 +24,6 @@ from cuflash import cache
 FLAGS = ("--std=c++17", "--fmad=false", "--ptxas-options=-v")
 OLDEST = 80
 """The oldest compute capability that the kernels run on."""
-
-LAYOUT = 1
-"""Of cache entries: raise it when their content changes meaning."""
 
 INSTALL = "pip install 'cuflash[cuda13]'"
 INSTALL_12 = "pip install 'cuflash[cuda12]'"
@@ -103,6 +99,7 @@ class Compiled:
 # -- What is installed -----------------------------------------------------------------
 
 
+@functools.cache
 def source_dir() -> Path:
     """Where the CUDA sources are: in the installed package, or cuda/ of the checkout."""
     here = Path(__file__).resolve().parent
@@ -216,12 +213,9 @@ def cache_key(
 ) -> str:
     """Hash of everything that the cubin depends on."""
     library, headers = nvrtc_path(), header_dir()
-    try:
-        own = importlib.metadata.version("cuflash")
-    except importlib.metadata.PackageNotFoundError:
-        own = ""
+    own = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()  # flags, and what entries mean
     parts = [
-        [LAYOUT, own, source, name_expression, arch, FLAGS, options, nvrtc_version()],
+        [own, source, name_expression, arch, options, nvrtc_version()],
         None if library is None else _stamp(library),
         None if headers is None else _stamp(headers),
         [[name, hashlib.sha256(text).hexdigest()] for name, text in sorted(texts.items())],
@@ -338,7 +332,7 @@ def _refusal(
     source: str, name_expression: str, arch: str, error: str, log: str, headers: Path | None
 ) -> str:
     said = f"{source}: {name_expression} for {arch}: {error}\n{log}"
-    if headers is None and "could not open source file" in log:
+    if headers is None and "open source file" in log:
         major, minor = nvrtc_version()
         said += (
             f"\nCUDA headers: none of version {major}.{minor} found, as NVRTC has; "

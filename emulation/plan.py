@@ -7,6 +7,7 @@ number of warps, stages, grid order and batch are not in it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -14,10 +15,17 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from emulation.problem import Problem
 
 
+@functools.cache
+def _choices(kind: type) -> dict[str, tuple[Any, ...]]:
+    """The values of every field of a dataclass that is a Literal."""
+    hints = get_type_hints(kind)
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+
+
 def _check_choices(obj: Any, what: str) -> None:
-    for name, hint in get_type_hints(type(obj)).items():
-        if get_origin(hint) is Literal and getattr(obj, name) not in get_args(hint):
-            choices = ", ".join(repr(c) for c in get_args(hint))
+    for name, allowed in _choices(type(obj)).items():
+        if getattr(obj, name) not in allowed:
+            choices = ", ".join(map(repr, allowed))
             raise ValueError(f"{what}.{name}: got {getattr(obj, name)!r}, must be one of {choices}")
 
 

@@ -142,7 +142,7 @@ def test_wrong_arguments(
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["rapport"]) == 2
-    assert capsys.readouterr().err == "cuflash: COMMAND: rapport: must be report\n"
+    assert capsys.readouterr().err == "cuflash: COMMAND: rapport: must be report, doctor\n"
 
 
 def test_help_and_no_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,7 +99,7 @@ REFUSED: dict[str, tuple[tuple[Any, Any, Any], dict[str, Any], type[Exception], 
     ),
     "keys without values": (
         (X, X, X[:, :2]), {}, ValueError,
-        "v: shape (2, 2, 8), must agree with k (2, 3, 8) but for the last axis",
+        "v: shape (2, 2, 8), must be like k (2, 3, 8) but for the last axis",
     ),
     "batch": (
         (X[None], np.stack([X, X]), np.stack([X, X])), {}, ValueError,

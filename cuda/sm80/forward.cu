@@ -25,6 +25,10 @@ struct ForwardParams {
   float stale_limit;  // "stale": a lane's sum above this moves the reference
 };
 
+__device__ __forceinline__ i64 offset(const Strides& s, i32 batch, i32 head, i32 row) {
+  return batch * s.batch + head * s.head + row * s.row;
+}
+
 constexpr int kThreads = 128;
 
 template <class Half_, int kD_, int kDv_, int kBlockM_, int kBlockN_>
@@ -159,22 +163,28 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
   const u32 q_tile = ptx::shared_address(shared);
   const u32 k_tile = q_tile + S::Q::kBytes, v_tile = k_tile + S::K::kBytes;
   u16* special_map = reinterpret_cast<u16*>(shared + S::Q::kBytes + S::K::kBytes + S::V::kBytes);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane % 4;
+  const int g = threadIdx.x % 4;
 
   // Late rows first: under a causal mask they have the most tiles.
   const Band& band = params.band;
   const i32 blocks = (band.n_q + S::kBlockM - 1) / S::kBlockM;
   const i32 block = blocks - 1 - static_cast<i32>(blockIdx.x % blocks);
-  const i32 flat_head = blockIdx.x / blocks, batch = flat_head / params.heads, head = flat_head % params.heads;
+  const i32 batch = blockIdx.x / blocks / params.heads, head = blockIdx.x / blocks % params.heads;
   const i32 first_row = block * S::kBlockM, last_row = min(first_row + S::kBlockM, band.n_q) - 1;
-  const u16* q = params.q + batch * params.q_strides.batch + head * params.q_strides.head;
-  const i32 kv_head = head / params.group;
-  const u16* k = params.k + batch * params.k_strides.batch + kv_head * params.k_strides.head;
-  const u16* v = params.v + batch * params.v_strides.batch + kv_head * params.v_strides.head;
+  const u16* q = params.q + offset(params.q_strides, batch, head, 0);
+  const u16* k = params.k + offset(params.k_strides, batch, head / params.group, 0);
+  const u16* v = params.v + offset(params.v_strides, batch, head / params.group, 0);
 
   // Keys that some row of this CTA sees; others are loaded as zeros, whatever they hold.
   const i32 key_low = band.low(first_row), key_high = band.high(last_row);
   const i32 tile_begin = key_low / kBlockN, tile_end = key_high > key_low ? (key_high + kBlockN - 1) / kBlockN : 0;
+  // Tiles that every row of the CTA sees whole.
+  const i32 full_begin = (band.low(last_row) + kBlockN - 1) / kBlockN, full_end = band.high(first_row) / kBlockN;
+  // Row of this thread's i-th row state; from a fresh thread index, so that nothing stays in registers for it.
+  auto row_of = [&](int i) -> i32 {
+    const int thread = ptx::thread_index();
+    return first_row + i / 2 * 64 + thread / 32 * 16 + i % 2 * 8 + thread % 32 / 4;
+  };
 
   auto load_k = [&](i32 tile) {
     load_tile<typename S::K, kThreads>(k_tile, k, params.k_strides.row, tile * kBlockN, key_low, key_high, params.d);
@@ -191,13 +201,13 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
 #pragma unroll
       for (int i = 0; i < kMmaRows * 2 * kGroups * 2; ++i) (&s[0][0][0][0])[i] = capped((&s[0][0][0][0])[i], params.cap);
     }
+    if (tile >= full_begin && tile < full_end) return false;
     const i32 start = tile * kBlockN;
-    if (band.low(last_row) <= start && band.high(first_row) >= start + kBlockN) return false;
 #pragma unroll
     for (int mi = 0; mi < kMmaRows; ++mi) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const i32 row = first_row + mi * 64 + warp * 16 + h * 8 + lane / 4;
+        const i32 row = row_of(mi * 2 + h);
         const i32 low = band.low(row) - start, high = band.high(row) - start;
 #pragma unroll
         for (int j = 0; j < kGroups; ++j) {
@@ -278,7 +288,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
     if (specials) {
 #pragma unroll
       for (int i = 0; i < kMmaRows * 2; ++i) {
-        const i32 row = first_row + i / 2 * 64 + warp * 16 + i % 2 * 8 + lane / 4;
+        const i32 row = row_of(i);
         const i32 low = band.low(row) - tile * kBlockN, high = band.high(row) - tile * kBlockN;
 #pragma unroll
         for (int j = 0; j < S::kDv / 8 * 2; ++j) {
@@ -289,11 +299,13 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
     }
   }
 
+  const i32 flat_head = ptx::block_index() / blocks;
+  const i32 out_batch = flat_head / params.heads, out_head = flat_head % params.heads;
 #pragma unroll
   for (int mi = 0; mi < kMmaRows; ++mi) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const i32 row = first_row + mi * 64 + warp * 16 + h * 8 + lane / 4;
+      const i32 row = row_of(mi * 2 + h);
       const float l = quad_sum(state[mi][h].l);
       if (row >= band.n_q) continue;
       const bool sees = band.high(row) > band.low(row);
@@ -302,9 +314,8 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
         const float lse = __fmul_rn(__fadd_rn(state[mi][h].r, ptx::lg2_approx_ftz(l)), 0.693147182464599609375f);
         params.lse[static_cast<i64>(flat_head) * band.n_q + row] = sees ? lse : negative_infinity();
       }
-      const i64 at = batch * params.out_strides.batch + head * params.out_strides.head + row * params.out_strides.row;
-      const i64 rest_at =
-          batch * params.rest_strides.batch + head * params.rest_strides.head + row * params.rest_strides.row;
+      const i64 at = offset(params.out_strides, out_batch, out_head, row);
+      const i64 rest_at = offset(params.rest_strides, out_batch, out_head, row);
 #pragma unroll
       for (int j = 0; j < S::kDv / 8; ++j) {
         const int column = j * 8 + g * 2;

@@ -3,6 +3,7 @@
 
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
+#include "ptx/special.cuh"
 
 namespace cuflash {
 
@@ -23,7 +24,8 @@ __device__ __forceinline__ void load_tile(u32 to, const u16* from, i64 row_strid
   if constexpr (kThreads % kChunks == 0) {
     // A thread keeps its column: one address and one step, instead of one address per row.
     constexpr int kStep = kThreads / kChunks;
-    const int chunk = threadIdx.x % kChunks, row = threadIdx.x / kChunks;
+    const int thread = ptx::thread_index();
+    const int chunk = thread % kChunks, row = thread / kChunks;
     const bool inside = chunk * 8 < cols;
     const u16* source = from + (first + row) * row_stride + chunk * 8;
     to += row * T::kPitch + chunk * 16;

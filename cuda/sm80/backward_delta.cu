@@ -1,0 +1,77 @@
+// First step of the backward: what a row of dS needs of its row, once. delta = rowsum(dO O) - dLSE, and LSE in log2
+// units. A thread sums a chunk of eight columns; the chunks are joined by halves, as in emulation/backward.py.
+#include "tile/gradient.cuh"
+
+namespace cuflash::sm80 {
+
+struct DeltaParams {
+  const u16* dout;
+  const void* out;
+  const u16* rest;         // what O lost when it was rounded; null: delta of the rounded O
+  const float *lse, *dlse;  // (batch, heads, n_q); dlse may be null
+  float *lse2, *delta;      // (batch, heads, pitch), zeros behind n_q
+  TensorStrides dout_strides, out_strides, rest_strides;
+  i32 batch, heads, n_q, d_v, pitch;
+};
+
+constexpr int kDeltaThreads = 256;
+
+// The halves of one 16-byte piece.
+template <class Half>
+__device__ __forceinline__ void load_chunk(float (&x)[8], const u16* from) {
+  const uint4 words = *reinterpret_cast<const uint4*>(from);
+  const u32 w[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    x[2 * i] = low_half<Half>(w[i]);
+    x[2 * i + 1] = high_half<Half>(w[i]);
+  }
+}
+
+// kChunks: chunks of eight columns, rounded up to a power of two.
+template <class Half, int kChunks, bool kFloatOut>
+__global__ void __launch_bounds__(kDeltaThreads) delta(const __grid_constant__ DeltaParams params) {
+  const i64 flat_row = static_cast<i64>(blockIdx.x) * (kDeltaThreads / kChunks) + threadIdx.x / kChunks;
+  const i64 flat_head = flat_row / params.pitch;
+  const i32 row = static_cast<i32>(flat_row % params.pitch);
+  const i32 batch = static_cast<i32>(flat_head / params.heads), head = static_cast<i32>(flat_head % params.heads);
+  const int column = threadIdx.x % kChunks * 8;
+  const bool exists = batch < params.batch && row < params.n_q;
+
+  float sum = 0.0f;
+  if (exists && column < params.d_v) {
+    float d[8], o[8], rest[8];
+    load_chunk<Half>(d, params.dout + params.dout_strides.at(batch, head, row) + column);
+    const i64 at = params.out_strides.at(batch, head, row) + column;
+    if constexpr (kFloatOut) {
+      const float* out = static_cast<const float*>(params.out) + at;
+#pragma unroll
+      for (int e = 0; e < 8; ++e) o[e] = out[e];
+    } else {
+      load_chunk<Half>(o, static_cast<const u16*>(params.out) + at);
+    }
+    const bool two_parts = params.rest != nullptr;
+    if (two_parts) load_chunk<Half>(rest, params.rest + params.rest_strides.at(batch, head, row) + column);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      sum = __fmaf_rn(d[e], o[e], sum);
+      if (two_parts) sum = __fmaf_rn(d[e], rest[e], sum);
+    }
+  }
+#pragma unroll
+  for (int step = kChunks / 2; step > 0; step /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, step));
+
+  if (column != 0 || batch >= params.batch) return;
+  float lse2 = 0.0f;
+  if (exists) {
+    const i64 at = flat_head * params.n_q + row;
+    if (params.dlse != nullptr) sum = __fsub_rn(sum, params.dlse[at]);
+    const float lse = params.lse[at];
+    // A row that sees nothing has LSE -inf; its P is masked, whatever stands here.
+    if (lse != __int_as_float(0xff800000)) lse2 = __fmul_rn(lse, 1.44269502162933349609375f);
+  }
+  params.delta[flat_row] = sum;
+  params.lse2[flat_row] = lse2;
+}
+
+}  // namespace cuflash::sm80
