@@ -51,8 +51,8 @@ def attention(
     """softmax(scale * q k^T) v, exact attention.
 
     q (..., N_q, D), k (..., N_k, D), v (..., N_k, D_v) with 2 to 4 axes, or (B, N, H, D) under
-    layout="bnhd"; all NumPy or all CuPy arrays of one dtype: float16, bfloat16 (of ml_dtypes), and
-    on NumPy float32. k and v may have fewer heads, a divisor of q's (GQA). On the GPU D and D_v are
+    layout="bnhd"; all NumPy or all CuPy arrays of one dtype: float16, bfloat16 (of ml_dtypes) or
+    float32. k and v may have fewer heads, a divisor of q's (GQA). On the GPU D and D_v are
     multiples of 8; both are at most 256. Any strides; `cuflash.problem` says which are copied.
 
     scale defaults to 1 / sqrt(D). causal: False, True (the last query sees the last key) or
@@ -165,16 +165,15 @@ class _Call:
         layout = check_layout(layout)
         if not isinstance(return_lse, bool):
             raise TypeError(f"return_lse: got {return_lse!r}, must be True or False")
-        chosen = Numerics.of(numerics)
         call: _CpuCall | _GpuCall
         if on_gpu:
             gpu = GpuProblem.of(q, k, v, layout=layout, **masks)
             arch = planner.arch_of(_capability(gpu))
-            made, problem = planner.plan_for(gpu, arch, chosen), gpu.shapes
+            made, problem = planner.plan_for(gpu, arch, numerics), gpu.shapes
             call = _GpuCall(made, layout, return_lse, out, gpu, launcher(planner.family_of(arch)))
         else:
             problem = problem_of(q, k, v, layout, **masks)
-            made = default_plan(problem, chosen)
+            made = default_plan(problem, numerics)
             arrays = tuple(swapped(x, layout) for x in (q, k, v))
             call = _CpuCall(made, layout, return_lse, out, problem, arrays, masks)
         if out is not None:
@@ -290,7 +289,8 @@ class _GpuCall(_Call):
     def _rest(self, gradient: bool, shape: tuple[int, ...]) -> Any | None:
         """Room for what rounding O leaves, where delta will sum it."""
         numerics = self.plan.numerics
-        wanted = gradient and numerics.delta == "full" and numerics.out == "input"
+        rounded = numerics.out == "input" and self.plan.format != "float32"
+        wanted = gradient and numerics.delta == "full" and rounded
         return compiler.cupy().empty(shape, self.problem.q.dtype) if wanted else None
 
     def _empty(self, *shape: int) -> Any:

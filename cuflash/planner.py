@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cuflash.problem import GpuProblem
-from emulation.plan import Numerics, Plan, default_plan
+from emulation.plan import BackwardPlan, Numerics, Plan, default_plan
 
 #: Rule of the tensor core (`emulation.tensor_core.RULES`) by architecture. sm_120 has no
 #: rule of its own yet and takes Blackwell's.
@@ -18,10 +18,20 @@ RULES = {
     "sm120": "sm100",
 }
 
-#: Keys per tile, by kernel family and head dimension. sm80: two stages of K and V beside Q must fit
-#: in the 99 kB of shared memory that sm_86, sm_89 and sm_120 give a block, and S beside O in 255
-#: registers a thread; with 64 queries a block that leaves 64 keys up to 128 columns, then 32.
-TILE_N: dict[str, dict[int, int]] = {"sm80": {64: 64, 128: 64, 192: 32, 256: 32}}
+#: Keys per tile, by kernel family and head dimension. sm80: what leaves S beside O within 255
+#: registers a thread, and Q, K and V within the 99 kB of shared memory that sm_86, sm_89 and sm_120
+#: give a block.
+TILE_N: dict[str, dict[int, int]] = {"sm80": {64: 96, 256: 64}}
+#: Tiles of the backward (queries, keys) by head dimension, for the same reasons; registers hold dK
+#: and dV as well.
+BACKWARD: dict[str, dict[int, tuple[int, int]]] = {"sm80": {128: (32, 64), 256: (32, 32)}}
+
+#: The same for float32, whose operands take 6 bytes an element, and for both passes: forward and
+#: backward.
+TILE_FLOAT32 = {64: 64, 128: 32, 256: 32}
+#: Where a block has 99 kB of shared memory.
+TILE_FLOAT32_SMALL = {64: 64, 128: 32, 256: 16}
+SMALL = ("sm86", "sm89", "sm120")
 
 
 def arch_of(capability: int) -> str:
@@ -51,5 +61,21 @@ def plan_for(
     """
     table = TILE_N[family_of(arch)]
     width = max(problem.d, problem.d_v)
-    tile_n = next(tile for d, tile in table.items() if width <= d)
-    return default_plan(problem.shapes, numerics, arch=RULES[arch], tile_n=tile_n)
+    if problem.dtype == "float32":
+        table = TILE_FLOAT32_SMALL if arch in SMALL else TILE_FLOAT32
+        tile = next(tile for d, tile in table.items() if width <= d)
+        return default_plan(
+            problem.shapes,
+            numerics,
+            arch=RULES[arch],
+            tile_n=tile,
+            backward=BackwardPlan(tile_m=tile, tile_n=tile),
+        )
+    rows, keys = next(tile for d, tile in BACKWARD[family_of(arch)].items() if width <= d)
+    return default_plan(
+        problem.shapes,
+        numerics,
+        arch=RULES[arch],
+        tile_n=next(tile for d, tile in table.items() if width <= d),
+        backward=BackwardPlan(tile_m=rows, tile_n=keys),
+    )

@@ -1,8 +1,11 @@
-"""Launches the kernels of cuda/sm80: any GPU since Ampere, half formats."""
+"""Launches the kernels of cuda/sm80: any GPU since Ampere. Here half formats, float32 in
+`cuflash.sm80_float32`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,12 +21,12 @@ INT_MAX = 2**31 - 1
 THREADS = 128
 
 #: Rows of a CTA by padded head dimension: what O, S and one row of state leave in 255 registers.
-BLOCK_M = {64: 128, 256: 64}
+BLOCK_M = {128: 128, 256: 64}
 
 #: The fields of a Plan that these kernels fix, and how.
 FIXED: dict[str, Any] = {
     "direction": "right-to-left",
-    "score": "fused",
+    "score": "guarded",
     "alpha": "references",
     "row_sum_order": "tile",
     "rounded_sum": "matrix",
@@ -102,9 +105,9 @@ def forward_instantiation(plan: Plan, d: int, d_v: int, softcap: bool) -> Instan
 
 
 def forward_shared_bytes(plan: Plan, d: int, d_v: int) -> int:
-    """Dynamic shared memory of the forward: padded Q, K and V, and the map of specials."""
+    """Dynamic shared memory of the forward: padded Q, K and V."""
     d, d_v, n = padded(d), padded(d_v), plan.tile_n
-    return 2 * ((block_m(max(d, d_v)) + n) * (d + 8) + n * (d_v + 8) + n * d_v // 8)
+    return 2 * ((block_m(max(d, d_v)) + n) * (d + 8) + n * (d_v + 8))
 
 
 def target() -> str:
@@ -139,6 +142,9 @@ def launch(
 
 def forward(problem: GpuProblem, plan: Plan, out: Any, lse: Any, rest: Any | None) -> None:
     """See `launch.Launcher.forward`."""
+    if plan.format == "float32":
+        sm80_float32().forward(problem, plan, out, lse, rest)
+        return
     check_plan(plan)
     const = constants(machine_of(plan), problem.shapes)
     params = np.zeros(1, FORWARD_PARAMS)
@@ -161,9 +167,38 @@ def forward(problem: GpuProblem, plan: Plan, out: Any, lse: Any, rest: Any | Non
     launch(instantiation, grid, forward_shared_bytes(plan, problem.d, problem.d_v), params)
 
 
+def backward(
+    problem: GpuProblem,
+    plan: Plan,
+    dout: Any,
+    dlse: Any | None,
+    out: Any,
+    rest: Any | None,
+    lse: Any,
+    dq: Any,
+    dk: Any,
+    dv: Any,
+) -> None:
+    """See `launch.Launcher.backward`."""
+    module = sm80_float32() if plan.format == "float32" else sm80_backward()
+    module.backward(problem, plan, dout, dlse, out, rest, lse, dq, dk, dv)
+
+
+def sm80_backward() -> Any:
+    """The module of the backward, which builds on this one."""
+    return importlib.import_module("cuflash.sm80_backward")
+
+
+def sm80_float32() -> Any:
+    """The module of float32, which builds on this one."""
+    return importlib.import_module("cuflash.sm80_float32")
+
+
 def instantiations() -> Iterable[Instantiation]:
     """A representative list: every head dimension with the default Plan."""
+    yield from sm80_backward().instantiations()
+    yield from sm80_float32().instantiations()
     for plan in (Plan(format="bfloat16"), Plan(format="float16")):
         for d in (32, 64, 80, 96, 128, 192, 256):
-            tiled = dataclasses.replace(plan, tile_n=64 if d <= 128 else 32)
+            tiled = dataclasses.replace(plan, tile_n=96 if d <= 64 else 64)
             yield forward_instantiation(tiled, d, d, softcap=False)

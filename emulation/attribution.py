@@ -392,6 +392,7 @@ def tracking_machine(
         arch=plan.arch,
         step=plan.step,
         fmt=plan.format,
+        wide=plan.wide,
         state=plan.state,
         exp2=plan.numerics.exp2,
         fold=fold,

@@ -92,10 +92,11 @@ def _over_queries(
     m: Machine, plan: Plan, name: str, acc: Node | None, parts: list[Node], b: Node, seen: Array
 ) -> Node:
     """acc += parts^T b over the rows: parts (R, T), b (R, D). Tiles of queries matter only if
-    promoted or split.
+    promoted, or split into parts or terms.
     """
     rows = seen.shape[0]
-    whole = plan.numerics.accumulate == "tensor-core" and len(parts) == 1
+    split = len(parts) > 1 or (plan.format == "float32" and plan.wide == "split")
+    whole = plan.numerics.accumulate == "tensor-core" and not split
     step = rows if whole else plan.backward.tile_m
     for start in range(0, rows, step):
         block = slice(start, min(start + step, rows))

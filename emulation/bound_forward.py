@@ -81,8 +81,11 @@ def forward(problem: Problem, plan: Plan, h: int, rows: slice, band: Array) -> F
     # rounded alone, the arguments of alpha; then 1 + moves evaluations of 2^x.
     x = np.maximum(ref.x_up[:, None], ref.up[:, None] - s.y + s.e)
     e = s.e + U * x + 2 * TINY + ref.alpha_e[:, None]
+    apart = U * (np.abs(s.y) + s.e)  # s c rounded alone
     if plan.score == "unfused":
-        e = e + U * (np.abs(s.y) + s.e)
+        e = e + apart
+    elif plan.score == "guarded":  # from |r| = 2^24 on; half of it leaves room for r's own error
+        e = e + np.where(np.abs(ref.up[:, None]) >= 2.0**23, apart, 0.0)
     factor = np.exp2(e) * np.asarray(1.0 + compounded(EX2, 1.0 + ref.moves))[:, None]
     # A weight is flushed by its own 2^x, or (having been up to 2^x_up) by an alpha.
     flush = np.where(seen, FLUSH * np.exp2(ref.x_up)[:, None] * unit, 0.0)

@@ -334,12 +334,12 @@ def reference(plan: Plan, s: Scores, walk: Walk) -> Reference:
         # A lane of tile_n / 4 entries exceeds 2^limit only with an x above this (1/2 for rounding):
         jump = plan.stale_limit - math.log2(plan.tile_n / 4) - 0.5
         jumps = (m_up - f_low >= jump) | (near > 0.25)
-        up = np.where(jumps, m_up + 1.0, f_up) + near
+        up = np.where(jumps, m_up, f_up) + 1.0 + near  # an integer, and moved by integers
         low = np.maximum(f_low, m_low - limit) - near
         x_up = np.minimum(limit, np.maximum(m_up - f_low, 0.0)) + near
         few = np.floor((up - f_low + near) / jump) if jump > 0.25 else later
         moves = np.where(jumps, np.where(near > 0.25, later, np.minimum(later, few)), 0.0)
-        same = ~jumps
+        same = np.zeros(len(up), bool)
     span = np.maximum(up - f_low + near, 0.0)
     if plan.alpha == "maxima":
         # rn(rn(m_old - m_new) c) for r_old - r_new: two roundings of each difference, and what
@@ -347,7 +347,7 @@ def reference(plan: Plan, s: Scores, walk: Walk) -> Reference:
         alpha_e = np.where(same, U * (2 + U) * span + near, np.inf)
     else:
         alpha_e = U * span
-        if policy == "power-of-two":  # 2^integer: exact, and so are the products with it
+        if policy in ("power-of-two", "stale"):  # 2^integer: exact, and so are products with it
             moves = np.zeros(len(up))
     alpha_e = np.where(moves > 0, alpha_e + moves * TINY, 0.0)
     return Reference(up, low, x_up, moves, alpha_e, same)

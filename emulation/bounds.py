@@ -36,6 +36,8 @@ from emulation.oracle.result import check_cotangents, refuse_nonfinite
 from emulation.plan import Plan
 from emulation.problem import Array, Problem
 
+__all__ = ["backward_bound", "forward_bound", "standard_bound"]
+
 ROWS = 256  # queries at a time
 
 

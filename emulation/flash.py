@@ -26,6 +26,8 @@ LN2 = math.log(2.0)
 ROWS = 1024
 #: "lazy" follows the max once it grew by more than this in log2 units (FlashAttention-4).
 LAZY_LIMIT = 8.0
+#: "guarded": from here on a reference in log2 units is too coarse for a fused subtraction.
+WIDE_REFERENCE = np.float32(2.0**24)
 #: "tie-safe": scores tie when they are within this of the max, in log2 units.
 TIE = 2.0**-9
 
@@ -38,6 +40,7 @@ def machine_of(plan: Plan) -> Machine:
         arch=plan.arch,
         step=plan.step,
         fmt=plan.format,
+        wide=plan.wide,
         state=plan.state,
         exp2=plan.numerics.exp2,
     )
@@ -124,6 +127,7 @@ def _follow(
     r = m.value(new_r)
     move: Array
     if policy == "stale":
+        new_r = m.shifted(new_r, xp.ceil(r))
         move = first
     elif policy == "lazy":
         move = first | (sees & (rounding.sub(r, m.value(old.r)) > LAZY_LIMIT))
@@ -145,10 +149,8 @@ def _follow(
 def _moved(m: Machine, plan: Plan, old: Reference, new: Reference) -> Array:
     """Whether alpha has to be formed: the quantity that the Plan forms it from has changed."""
     if plan.alpha == "maxima":
-        changed: Array = m.value(old.m) != m.value(new.m)
-        return changed
-    changed = m.value(old.r) != m.value(new.r)
-    return changed
+        return m.differ(old.m, new.m)
+    return m.differ(old.r, new.r)
 
 
 def _alpha(m: Machine, plan: Plan, const: Constants, old: Reference, new: Reference) -> Node | None:
@@ -174,10 +176,14 @@ def _probabilities(
 ) -> tuple[Node, Node]:
     """x = s c - r and P = 2^x, P = 0 where not seen."""
     r = column(m, ref.r)
-    if plan.score == "fused":
-        x = m.fma("exponent argument", s, const.c, m.map(r, np.negative))
-    else:
+    wide = abs(m.value(r)) >= WIDE_REFERENCE
+    if plan.score == "unfused" or (plan.score == "guarded" and bool(wide.any())):
         x = m.sub("exponent argument", m.mul("exponent argument", s, const.c), r)
+        if plan.score == "guarded":
+            fused = m.fma("exponent argument", s, const.c, m.map(r, np.negative))
+            x = m.select(wide, x, fused)
+    else:
+        x = m.fma("exponent argument", s, const.c, m.map(r, np.negative))
     return x, m.exp2("exp2", x, seen)
 
 
@@ -230,10 +236,10 @@ def join(m: Machine, plan: Plan, name: str, lanes: Node) -> Node:
 
 def halves(m: Machine, plan: Plan, name: str, x: Node) -> list[Node]:
     """x as the tensor core takes it: rounded to the input format, or split into a high and a low
-    part.
+    part. In float32 it is an operand like any other.
     """
     high = m.cast(name, x, plan.format)
-    if plan.numerics.p == "input":
+    if plan.numerics.p == "input" or plan.format == "float32":
         return [high]
     return [high, m.cast(name, m.sub(name, x, high), plan.format)]
 
@@ -356,7 +362,7 @@ def _redo(
     if not bool(move.any()):
         return ref, p
     top = xp.where(seen, m.value(x), xp.float32(-np.inf)).max(axis=1)
-    jump = xp.where(move & xp.isfinite(top), xp.ceil(top), xp.float32(0))
+    jump = xp.where(move & xp.isfinite(top), xp.maximum(xp.ceil(top), xp.float32(0)), xp.float32(0))
     ref = Reference(ref.m, m.shifted(ref.r, rounding.add(m.value(ref.r), jump)), ref.started)
     return ref, _probabilities(m, plan, const, s, ref, seen)[1]
 

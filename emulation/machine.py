@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from emulation import rounding, sfu, tensor_core
+from emulation import rounding, sfu, tensor_core, wide
 from emulation.problem import Array
 
 Node = Any  # an array here, a Tracked in the tracking machine
@@ -22,9 +22,10 @@ Node = Any  # an array here, a Tracked in the tracking machine
 class Machine:
     """One architecture's arithmetic with one format for everything kept between steps.
 
-    arch and step choose the tensor-core rule, fmt the format of matrix operands ("float32" operands
-    run through correctly rounded fp32 FMA chains, since no tensor core takes them whole), state the
-    format that vector operations round to, exp2 the unit ("hardware", "polynomial", "mixed").
+    arch and step choose the tensor-core rule, fmt the format of matrix operands, wide how "float32"
+    ones are multiplied, since no tensor core takes them whole ("fma": correctly rounded fp32 FMA
+    chains; "split": see `wide`), state the format that vector operations round to, exp2 the unit
+    ("hardware", "polynomial", "mixed").
     """
 
     def __init__(
@@ -33,10 +34,12 @@ class Machine:
         arch: str = "sm90",
         step: int | None = None,
         fmt: str = "bfloat16",
+        wide: str = "fma",
         state: str = "float32",
         exp2: str = "hardware",
     ) -> None:
         self.arch, self.step, self.fmt, self.state, self.unit = arch, step, fmt, state, exp2
+        self.wide = wide
 
     # -- structure: nothing is rounded ------------------------------------------------------------
 
@@ -63,6 +66,10 @@ class Machine:
     def select(self, condition: Array, a: Node, b: Node) -> Node:
         """a where condition, else b."""
         return rounding.namespace(condition).where(condition, a, b)
+
+    def differ(self, a: Node, b: Node) -> Array:
+        """Where two computed values are not equal."""
+        return cast(Array, self.value(a) != self.value(b))
 
     def top(self, x: Node, seen: Array) -> Node:
         """The largest seen entry of each row (R, T) -> (R,); any entry where a row sees nothing."""
@@ -104,10 +111,12 @@ class Machine:
         return rounding.cast(x, fmt)
 
     def dot(self, name: str, a: Node, b: Node, c: Node | None = None) -> Node:
-        """c + a b^T, a (M, K), b (N, K), c (M, N) or None: on the tensor core, or an FMA chain for
-        fp32.
+        """c + a b^T, a (M, K), b (N, K), c (M, N) or None: on the tensor core, or for fp32 by an
+        FMA chain.
         """
-        if self.fmt == "float32":
+        if self.fmt == "float32" and self.wide == "split":
+            d = wide.dot(a, b, c, arch=self.arch, step=self.step)
+        elif self.fmt == "float32":
             d = tensor_core.fma_chain(a, b, c)
         else:
             d = tensor_core.mma(a, b, c, arch=self.arch, fmt=self.fmt, step=self.step)

@@ -16,14 +16,15 @@ from emulation.problem import Problem
 
 
 @functools.cache
-def _choices(kind: type) -> dict[str, tuple[Any, ...]]:
+def _choices(kind: Any) -> dict[str, tuple[Any, ...]]:
     """The values of every field of a dataclass that is a Literal."""
     hints = get_type_hints(kind)
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 
 
 def _check_choices(obj: Any, what: str) -> None:
-    for name, allowed in _choices(type(obj)).items():
+    kind: Any = type(obj)
+    for name, allowed in _choices(kind).items():
         if getattr(obj, name) not in allowed:
             choices = ", ".join(map(repr, allowed))
             raise ValueError(f"{what}.{name}: got {getattr(obj, name)!r}, must be one of {choices}")
@@ -42,8 +43,8 @@ class Numerics:
 
     #: What is subtracted from a score before exp2, and so what every rescale multiplies by. "row-
     #: max": the running max (FlashAttention). "power-of-two": that, rounded up to an integer in
-    #: log2 units, so that rescaling rounds nothing. "stale": the max of the row's first visible
-    #: tile, moved by an exact power of two only when a tile's row sum shows that it must be.
+    #: log2 units, so that rescaling rounds nothing. "stale": that of the row's first
+    #: visible tile, moved up by an integer only when a tile's row sum shows that it must be.
     #: "lazy": the running max, followed only when it grew by more than 8 in log2. "tie-safe":
     #: lifted to the next integer in log2 when several scores tie at the max, so that no P is
     #: exactly 1. "final": the exact max, found in a first pass.
@@ -53,6 +54,7 @@ class Numerics:
     #: Backward: delta = rowsum(dO * O) with O as it was before rounding, or with the rounded O.
     delta: Literal["full", "rounded"] = "full"
     #: P (and dS in the backward) rounded to the input format, or carried as a high and a low half.
+    #: Of float32 inputs nothing is rounded either way.
     p: Literal["input", "split"] = "input"
     #: The special function unit, a degree-5 polynomial in FMAs, or a fixed pattern of columns on
     #: each.
@@ -129,11 +131,15 @@ class Plan:
     arch: str = "sm90"
     #: Products added at once; None is the architecture's own (16 on sm90; m16n8k8 has 8).
     step: int | None = None
+    #: Products of float32 operands: of their three bfloat16 terms on the tensor core (`wide`), or
+    #: chains of fp32 FMAs.
+    wide: Literal["split", "fma"] = "split"
     #: Keys per tile, and the direction over them.
     tile_n: int = 128
     direction: Literal["right-to-left", "left-to-right"] = "right-to-left"
-    #: x = fma(s, c, -rn(m c)), or rn(rn(s c) - rn(m c)).
-    score: Literal["fused", "unfused"] = "fused"
+    #: x = fma(s, c, -r), or rn(rn(s c) - r). "guarded": fused, but unfused in rows where
+    #: |r| >= 2^24: rounding r = m c alone would move x by whole units, and 2^x could overflow.
+    score: Literal["guarded", "fused", "unfused"] = "guarded"
     #: Argument of alpha: rn(r_old - r_new) of the references, or rn(rn(m_old - m_new) c) of the
     #: maxima.
     alpha: Literal["references", "maxima"] = "references"
@@ -159,6 +165,22 @@ class Plan:
     def __post_init__(self) -> None:
         _check_choices(self, "plan")
         _check_tile("plan.tile_n", self.tile_n)
+        reference = self.numerics.reference
+        if reference not in ("row-max", "lazy", "final"):
+            # These forms start from the max m, and would miss what the reference adds to it.
+            if self.alpha == "maxima":
+                raise ValueError(
+                    f"plan.alpha: got 'maxima', must be \"references\" with {reference!r}"
+                )
+            if self.lse in ("scale", "c ln2"):
+                raise ValueError(
+                    f'plan.lse: got {self.lse!r}, must be "sum" or "reference" with {reference!r}'
+                )
+        most = 14 if self.format == "float16" else 60
+        if reference == "stale" and not 0 < self.stale_limit <= most:
+            raise ValueError(
+                f"plan.stale_limit: got {self.stale_limit}, must be 1 to {most} in {self.format}"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict, the inverse of `from_json`.
@@ -193,6 +215,9 @@ class Plan:
 #: Keys per tile of our Hopper forward, by head dimension: what fits beside Q and two stages of K
 #: and V in 227 kB of shared memory and in the accumulators' registers.
 TILE_N = {64: 128, 128: 128, 192: 96, 256: 80}
+#: Of float32 inputs, whose operands take 6 bytes an element: keys per tile, forward and backward,
+#: and queries per tile of the backward.
+TILE_FLOAT32 = {64: 64, 128: 32, 256: 32}
 
 
 def default_plan(
@@ -206,6 +231,8 @@ def default_plan(
     80
     """
     width = max(problem.d, problem.d_v)
+    if problem.dtype == "float32":
+        return dataclasses.replace(_default_float32(width, numerics), **fields)
     tile_n = next(tile for d, tile in TILE_N.items() if width <= d)
     # 2^30 keeps lg2(l), and so LSE, accurate to 1.3e-6. In fp16, P must stay below 65504, and where
     # O itself is kept in fp16, so must the sums.
@@ -219,3 +246,22 @@ def default_plan(
         stale_limit=limit,
     )
     return dataclasses.replace(plan, **fields)
+
+
+def _default_float32(width: int, numerics: Numerics | dict[str, Any] | None) -> Plan:
+    """The Plan of float32 inputs.
+
+    The tensor core truncates, always toward zero: along a row that would exceed fp32's own errors,
+    so that sums are promoted unless `numerics` is given. P is not rounded, so the lanes' sum of it
+    is the rounded one, too.
+    """
+    tile = next(tile for d, tile in TILE_FLOAT32.items() if width <= d)
+    if numerics is None:
+        numerics = Numerics(accumulate="promoted")
+    return Plan(
+        numerics=Numerics.of(numerics),
+        format="float32",
+        tile_n=tile,
+        rounded_sum="lanes",
+        backward=BackwardPlan(tile_m=tile, tile_n=tile),
+    )

@@ -4,7 +4,7 @@ with the oracle that no NaN can pass.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "step": (None, 4, 8, 12),
     "tile_n": (16, 32, 48),
     "direction": ("right-to-left", "left-to-right"),
-    "score": ("fused", "unfused"),
+    "score": ("guarded", "fused", "unfused"),
     "alpha": ("references", "maxima"),
     "row_sum_order": ("tile", "running"),
     "rounded_sum": ("matrix", "lanes"),
@@ -64,27 +64,28 @@ class Case:
         return f"Case({shapes}, {self.plan.format}, {self.options},\n{self.plan})"
 
 
-def consistent(plan: Plan) -> Plan:
-    """The Plan with forms of alpha and LSE that its reference allows."""
-    if plan.numerics.reference in PLAIN:
-        return plan
-    lse = plan.lse if plan.lse in ("sum", "reference") else "sum"
-    return replace(plan, alpha="references", lse=lse)
+def consistent(fields: dict[str, Any], reference: str) -> dict[str, Any]:
+    """Fields of a Plan with forms of alpha and LSE that the reference allows."""
+    if reference in PLAIN:
+        return fields
+    lse = fields["lse"] if fields["lse"] in ("sum", "reference") else "sum"
+    return fields | {"alpha": "references", "lse": lse}
 
 
 @st.composite
 def plans(draw: st.DrawFn, /, fmt: str | None = None, **fixed: Any) -> Plan:
     """Plans of small tiles with every value of every field."""
     choices: dict[str, Any] = {n: draw(st.sampled_from(c)) for n, c in NUMERICS.items()}
-    fields = {name: draw(st.sampled_from(c)) for name, c in FIELDS.items()}
+    fields = {name: draw(st.sampled_from(c)) for name, c in FIELDS.items()} | fixed
+    numerics = fields.pop("numerics", None) or Numerics(**choices)
+    fields = consistent(fields, numerics.reference)
     backward = BackwardPlan(
         tile_m=draw(st.sampled_from((16, 32))),
         tile_n=draw(st.sampled_from((16, 32))),
         dq_order=draw(st.sampled_from(("ascending", "descending"))),
     )
     chosen: Any = draw(st.sampled_from(DTYPES)) if fmt is None else fmt
-    plan = Plan(numerics=Numerics(**choices), format=chosen, backward=backward, **fields)
-    return consistent(replace(plan, **fixed))
+    return Plan(**{"numerics": numerics, "format": chosen, "backward": backward, **fields})
 
 
 def masks() -> st.SearchStrategy[dict[str, Any]]:

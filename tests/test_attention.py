@@ -363,9 +363,9 @@ def test_everything_happens_on_the_device_of_q(launcher: fake_cupy.Launcher) -> 
             r"v: head dimension 20, must be a multiple of 8 on the GPU",
         ),
         (
-            {"q": on_gpu(Q.astype(np.float32))},
+            {"q": on_gpu(Q.astype(np.float64))},
             TypeError,
-            r"q: dtype float32, must be float16 or bfloat16 on the GPU",
+            r"q: dtype float64, must be one of float16, bfloat16, float32",
         ),
         (
             {"out": on_gpu(Q), "v": on_gpu(K)},

@@ -62,7 +62,7 @@ def attributed(draw: st.DrawFn, /) -> tuple[Case, str]:
     return replace(case, q=q, k=k, v=v), algorithm
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(attributed())
 def test_contributions_close(drawn: tuple[Case, str]) -> None:
     case, algorithm = drawn

@@ -12,7 +12,9 @@ __device__ __forceinline__ void cp_async_16(u32 to, const void* from, bool valid
                : "memory");
 }
 
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {

@@ -1,4 +1,5 @@
-// Float instructions whose bits the emulator knows: special function unit, conversions, NaN-keeping min and max.
+// Float instructions whose bits the emulator knows: special function unit, conversions, NaN-keeping
+// min and max.
 #pragma once
 
 #include "ptx/types.cuh"

@@ -1,4 +1,5 @@
-// Special registers, read anew at every call: what is computed from them is not kept in registers across a loop.
+// Special registers, read anew at every call: what is computed from them is not kept in registers
+// across a loop.
 #pragma once
 
 #include "ptx/types.cuh"
@@ -7,13 +8,13 @@ namespace cuflash::ptx {
 
 __device__ __forceinline__ i32 thread_index() {
   i32 t;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t));
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t)::"memory");
   return t;
 }
 
 __device__ __forceinline__ i32 block_index() {
   i32 b;
-  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(b));
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(b)::"memory");
   return b;
 }
 

@@ -1,5 +1,6 @@
-// First step of the backward: what a row of dS needs of its row, once. delta = rowsum(dO O) - dLSE, and LSE in log2
-// units. A thread sums a chunk of eight columns; the chunks are joined by halves, as in emulation/backward.py.
+// First step of the backward: what a row of dS needs of its row, once. delta = rowsum(dO O) - dLSE,
+// and LSE in log2 units. A thread sums a chunk of eight columns; the chunks are joined by halves,
+// as in emulation/backward.py.
 #include "tile/gradient.cuh"
 
 namespace cuflash::sm80 {
@@ -7,14 +8,12 @@ namespace cuflash::sm80 {
 struct DeltaParams {
   const u16* dout;
   const void* out;
-  const u16* rest;         // what O lost when it was rounded; null: delta of the rounded O
+  const u16* rest;          // what O lost when it was rounded; null: delta of the rounded O
   const float *lse, *dlse;  // (batch, heads, n_q); dlse may be null
   float *lse2, *delta;      // (batch, heads, pitch), zeros behind n_q
   TensorStrides dout_strides, out_strides, rest_strides;
   i32 batch, heads, n_q, d_v, pitch;
 };
-
-constexpr int kDeltaThreads = 256;
 
 // The halves of one 16-byte piece.
 template <class Half>
@@ -30,11 +29,12 @@ __device__ __forceinline__ void load_chunk(float (&x)[8], const u16* from) {
 
 // kChunks: chunks of eight columns, rounded up to a power of two.
 template <class Half, int kChunks, bool kFloatOut>
-__global__ void __launch_bounds__(kDeltaThreads) delta(const __grid_constant__ DeltaParams params) {
-  const i64 flat_row = static_cast<i64>(blockIdx.x) * (kDeltaThreads / kChunks) + threadIdx.x / kChunks;
+__global__ void __launch_bounds__(kThreads) delta(const __grid_constant__ DeltaParams params) {
+  const i64 flat_row = static_cast<i64>(blockIdx.x) * (kThreads / kChunks) + threadIdx.x / kChunks;
   const i64 flat_head = flat_row / params.pitch;
   const i32 row = static_cast<i32>(flat_row % params.pitch);
-  const i32 batch = static_cast<i32>(flat_head / params.heads), head = static_cast<i32>(flat_head % params.heads);
+  const i32 batch = static_cast<i32>(flat_head / params.heads),
+            head = static_cast<i32>(flat_head % params.heads);
   const int column = threadIdx.x % kChunks * 8;
   const bool exists = batch < params.batch && row < params.n_q;
 
@@ -51,7 +51,8 @@ __global__ void __launch_bounds__(kDeltaThreads) delta(const __grid_constant__ D
       load_chunk<Half>(o, static_cast<const u16*>(params.out) + at);
     }
     const bool two_parts = params.rest != nullptr;
-    if (two_parts) load_chunk<Half>(rest, params.rest + params.rest_strides.at(batch, head, row) + column);
+    if (two_parts)
+      load_chunk<Half>(rest, params.rest + params.rest_strides.at(batch, head, row) + column);
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
       sum = __fmaf_rn(d[e], o[e], sum);
@@ -59,7 +60,8 @@ __global__ void __launch_bounds__(kDeltaThreads) delta(const __grid_constant__ D
     }
   }
 #pragma unroll
-  for (int step = kChunks / 2; step > 0; step /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, step));
+  for (int step = kChunks / 2; step > 0; step /= 2)
+    sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, step));
 
   if (column != 0 || batch >= params.batch) return;
   float lse2 = 0.0f;

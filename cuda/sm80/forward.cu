@@ -1,5 +1,6 @@
-// Forward attention for any GPU since Ampere: mma.sync, cp.async, ldmatrix. One CTA of four warps takes kBlockM rows of
-// one head; all of them walk the tiles of keys from right to left. The arithmetic is that of emulation/flash.py.
+// Forward attention for any GPU since Ampere: mma.sync, cp.async, ldmatrix. One CTA of four warps
+// takes kBlockM rows of one head; all of them walk the tiles of keys from right to left. The
+// arithmetic is that of emulation/flash.py.
 #include "tile/band.cuh"
 #include "tile/layout.cuh"
 #include "tile/nonfinite.cuh"
@@ -36,41 +37,49 @@ struct Shape {
   using Half = Half_;
   static constexpr int kD = kD_, kDv = kDv_, kBlockM = kBlockM_, kBlockN = kBlockN_;
   static constexpr int kMmaRows = kBlockM / 64;  // m16 blocks of a warp
+  static constexpr int kRows = 2 * kMmaRows;     // rows of a thread
   static constexpr int kGroups = kBlockN / 8;    // n8 blocks of a tile of scores
   using Q = Tile<kBlockM, kD>;
   using K = Tile<kBlockN, kD>;
   using V = Tile<kBlockN, kDv>;
-  static constexpr int kSharedBytes = Q::kBytes + K::kBytes + V::kBytes + SpecialMap<V>::kBytes;
+  static constexpr int kSharedBytes = Q::kBytes + K::kBytes + V::kBytes;
 };
 
 // S = Q K^T of this warp's rows and one tile of keys.
 template <class S>
-__device__ __forceinline__ void scores(float (&s)[S::kMmaRows][2][S::kGroups][2], u32 q, u32 k) {
+__device__ __forceinline__ void scores(float (&s)[S::kRows][S::kGroups][2], u32 q, u32 k) {
   using Half = typename S::Half;
   const int warp = threadIdx.x / 32;
 #pragma unroll
-  for (int mi = 0; mi < S::kMmaRows; ++mi) {
+  for (int i = 0; i < S::kRows; ++i) {
 #pragma unroll
-    for (int j = 0; j < S::kGroups; ++j) s[mi][0][j][0] = s[mi][0][j][1] = s[mi][1][j][0] = s[mi][1][j][1] = 0.0f;
+    for (int j = 0; j < S::kGroups; ++j) s[i][j][0] = s[i][j][1] = 0.0f;
   }
-#pragma unroll
-  for (int kk = 0; kk < S::kD; kk += 16) {
-    u32 a[S::kMmaRows][4];
-#pragma unroll
-    for (int mi = 0; mi < S::kMmaRows; ++mi) {
-      ptx::ldmatrix_x4(a[mi], a_address<typename S::Q>(q, mi * 64 + warp * 16, kk));
-    }
-#pragma unroll
-    for (int j = 0; j < S::kGroups; j += 2) {
-      u32 b[4];
-      ptx::ldmatrix_x4(b, b_address<typename S::K>(k, j * 8, kk));
+  // Fragments are loaded one step ahead of the products that use them.
+  constexpr int kPairs = S::kGroups / 2, kSteps = S::kD / 16 * kPairs;
+  u32 a[2][S::kMmaRows][4], b[2][4];
+  auto load = [&](int step) {
+    const int kk = step / kPairs, j = step % kPairs;
+    if (j == 0) {
 #pragma unroll
       for (int mi = 0; mi < S::kMmaRows; ++mi) {
+        ptx::ldmatrix_x4(a[kk % 2][mi], a_address<typename S::Q>(q, mi * 64 + warp * 16, kk * 16));
+      }
+    }
+    ptx::ldmatrix_x4(b[step % 2], b_address<typename S::K>(k, j * 16, kk * 16));
+  };
+  load(0);
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          Half::mma(s[mi][0][j + h][0], s[mi][0][j + h][1], s[mi][1][j + h][0], s[mi][1][j + h][1], a[mi],
-                    b[2 * h], b[2 * h + 1]);
-        }
+  for (int step = 0; step < kSteps; ++step) {
+    if (step + 1 < kSteps) load(step + 1);
+    const int kk = step / kPairs, j = step % kPairs * 2;
+#pragma unroll
+    for (int mi = 0; mi < S::kMmaRows; ++mi) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        Half::mma(s[2 * mi][j + h][0], s[2 * mi][j + h][1], s[2 * mi + 1][j + h][0],
+                  s[2 * mi + 1][j + h][1], a[kk % 2][mi], b[step % 2][2 * h],
+                  b[step % 2][2 * h + 1]);
       }
     }
   }
@@ -78,11 +87,13 @@ __device__ __forceinline__ void scores(float (&s)[S::kMmaRows][2][S::kGroups][2]
 
 // The A operand of k16 step kk: P rounded to halves, or (part 1) what that rounding left.
 template <class S>
-__device__ __forceinline__ void pack_p(u32 (&a)[4], const float (&p)[2][S::kGroups][2], int kk, int part) {
+__device__ __forceinline__ void pack_p(u32 (&a)[4], const float (&p)[S::kRows][S::kGroups][2],
+                                       int mi, int kk, int part) {
   using Half = typename S::Half;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float low = p[i % 2][2 * kk + i / 2][0], high = p[i % 2][2 * kk + i / 2][1];
+    const float low = p[2 * mi + i % 2][2 * kk + i / 2][0],
+                high = p[2 * mi + i % 2][2 * kk + i / 2][1];
     a[i] = Half::pack(low, high);
     if (part == 1) a[i] = pack_rest<Half>(low, high, a[i]);
   }
@@ -90,34 +101,38 @@ __device__ __forceinline__ void pack_p(u32 (&a)[4], const float (&p)[2][S::kGrou
 
 // o += P V of one tile (and w += P 1, the row sum that the product sees).
 template <class S, class A>
-__device__ __forceinline__ void accumulate(float (&o)[S::kMmaRows][2][S::kDv / 8][2],
-                                           float (&w)[S::kMmaRows][2][2],
-                                           const float (&p)[S::kMmaRows][2][S::kGroups][2], u32 v) {
+__device__ __forceinline__ void accumulate(float (&o)[S::kRows][S::kDv / 8][2],
+                                           float (&w)[S::kRows][2],
+                                           const float (&p)[S::kRows][S::kGroups][2], u32 v) {
   using Half = typename S::Half;
 #pragma unroll
-  for (int part = 0; part < (A::kSplit ? 2 : 1); ++part) {
+  for (int i = 0; i < S::kRows; ++i)
+    w[i][1] = w[i][0];  // all columns are equal: one lives between tiles
+  constexpr int kPairs = S::kDv / 16, kDepth = S::kBlockN / 16,
+                kSteps = (A::kSplit ? 2 : 1) * kDepth * kPairs;
+  u32 a[S::kMmaRows][4], b[2][4];
+  auto load = [&](int step) {
+    const int kk = step / kPairs % kDepth, j = step % kPairs;
+    ptx::ldmatrix_x4_trans(b[step % 2], bt_address<typename S::V>(v, kk * 16, j * 16));
+  };
+  load(0);
 #pragma unroll
-    for (int kk = 0; kk < S::kBlockN / 16; ++kk) {
-      u32 a[S::kMmaRows][4];
+  for (int step = 0; step < kSteps; ++step) {
+    if (step + 1 < kSteps) load(step + 1);
+    const int part = step / kPairs / kDepth, kk = step / kPairs % kDepth, j = step % kPairs * 2;
 #pragma unroll
-      for (int mi = 0; mi < S::kMmaRows; ++mi) {
-        pack_p<S>(a[mi], p[mi], kk, part);
+    for (int mi = 0; mi < S::kMmaRows; ++mi) {
+      if (j == 0) {
+        pack_p<S>(a[mi], p, mi, kk, part);
         if constexpr (A::kRoundedSum) {
-          Half::mma(w[mi][0][0], w[mi][0][1], w[mi][1][0], w[mi][1][1], a[mi], Half::kOnes, Half::kOnes);
+          Half::mma(w[2 * mi][0], w[2 * mi][1], w[2 * mi + 1][0], w[2 * mi + 1][1], a[mi],
+                    Half::kOnes, Half::kOnes);
         }
       }
 #pragma unroll
-      for (int j = 0; j < S::kDv / 8; j += 2) {
-        u32 b[4];
-        ptx::ldmatrix_x4_trans(b, bt_address<typename S::V>(v, kk * 16, j * 8));
-#pragma unroll
-        for (int mi = 0; mi < S::kMmaRows; ++mi) {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            Half::mma(o[mi][0][j + h][0], o[mi][0][j + h][1], o[mi][1][j + h][0], o[mi][1][j + h][1], a[mi],
-                      b[2 * h], b[2 * h + 1]);
-          }
-        }
+      for (int h = 0; h < 2; ++h) {
+        Half::mma(o[2 * mi][j + h][0], o[2 * mi][j + h][1], o[2 * mi + 1][j + h][0],
+                  o[2 * mi + 1][j + h][1], a[mi], b[step % 2][2 * h], b[step % 2][2 * h + 1]);
       }
     }
   }
@@ -125,10 +140,11 @@ __device__ __forceinline__ void accumulate(float (&o)[S::kMmaRows][2][S::kDv / 8
 
 // o = o alpha + P V of one tile, the product from zero: for Arithmetic::kPromoted.
 template <class S, class A>
-__device__ __forceinline__ void accumulate_promoted(float (&o)[S::kMmaRows][2][S::kDv / 8][2],
-                                                    float (&w)[S::kMmaRows][2][2],
-                                                    const float (&alpha)[S::kMmaRows][2],
-                                                    const float (&p)[S::kMmaRows][2][S::kGroups][2], u32 v) {
+__device__ __forceinline__ void accumulate_promoted(float (&o)[S::kRows][S::kDv / 8][2],
+                                                    float (&w)[S::kRows][2],
+                                                    const float (&alpha)[S::kRows],
+                                                    const float (&p)[S::kRows][S::kGroups][2],
+                                                    u32 v) {
   using Half = typename S::Half;
 #pragma unroll
   for (int mi = 0; mi < S::kMmaRows; ++mi) {
@@ -141,28 +157,69 @@ __device__ __forceinline__ void accumulate_promoted(float (&o)[S::kMmaRows][2][S
 #pragma unroll
         for (int kk = 0; kk < S::kBlockN / 16; ++kk) {
           u32 a[4], b[4] = {Half::kOnes, Half::kOnes, Half::kOnes, Half::kOnes};
-          pack_p<S>(a, p[mi], kk, part);
-          if (j < S::kDv / 8) ptx::ldmatrix_x4_trans(b, bt_address<typename S::V>(v, kk * 16, j / 2 * 16));
+          pack_p<S>(a, p, mi, kk, part);
+          if (j < S::kDv / 8)
+            ptx::ldmatrix_x4_trans(b, bt_address<typename S::V>(v, kk * 16, j / 2 * 16));
           Half::mma(tile[0], tile[1], tile[2], tile[3], a, b[j % 2 * 2], b[j % 2 * 2 + 1]);
         }
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        float& sum = j < S::kDv / 8 ? o[mi][i / 2][j % (S::kDv / 8)][i % 2] : w[mi][i / 2][i % 2];
-        sum = __fmaf_rn(sum, alpha[mi][i / 2], tile[i]);
+        const int row = 2 * mi + i / 2;
+        float& sum = j < S::kDv / 8 ? o[row][j % (S::kDv / 8)][i % 2] : w[row][i % 2];
+        sum = __fmaf_rn(sum, alpha[row], tile[i]);
+      }
+    }
+  }
+}
+
+// Gives rows the NaN and Inf of V that they see in partly masked tiles, where products ran on zeros
+// in their place: keys outside [full_begin, full_end). Works on the stored output, when nothing is
+// in registers any more. (Under a weight that underflowed to zero, too: there the product would be
+// NaN.)
+template <class S, bool kFloatOut>
+__device__ __forceinline__ void add_specials(const ForwardParams& params, i32 first_row,
+                                             i32 last_row, i32 full_begin, i32 full_end) {
+  using Half = typename S::Half;
+  __syncthreads();
+  const Band& band = params.band;
+  const i32 blocks = (band.n_q + S::kBlockM - 1) / S::kBlockM,
+            flat_head = ptx::block_index() / blocks;
+  const i32 batch = flat_head / params.heads, head = flat_head % params.heads;
+  const u16* v = params.v + offset(params.v_strides, batch, head / params.group, 0);
+#pragma unroll 1
+  for (i32 i = threadIdx.x; i < (last_row - first_row + 1) * params.d_v; i += kThreads) {
+    const i32 row = first_row + i / params.d_v, column = i % params.d_v;
+    float special = 0.0f;
+#pragma unroll 1
+    for (i32 key = band.low(row); key < band.high(row); ++key) {
+      if (key >= full_begin && key < full_end) continue;
+      const u16 x = v[key * params.v_strides.row + column];
+      if ((x & Half::kExponent) == Half::kExponent) special = __fadd_rn(special, Half::widen(x));
+    }
+    if (special == 0.0f) continue;
+    const i64 at = offset(params.out_strides, batch, head, row) + column;
+    if constexpr (kFloatOut) {
+      float* out = static_cast<float*>(params.out) + at;
+      *out = __fadd_rn(*out, special);
+    } else {
+      u16* out = static_cast<u16*>(params.out) + at;
+      *out = static_cast<u16>(Half::pack(__fadd_rn(Half::widen(*out), special), 0.0f));
+      if (params.rest != nullptr) {
+        params.rest[offset(params.rest_strides, batch, head, row) + column] = 0x7fff;  // Inf - Inf
       }
     }
   }
 }
 
 template <class S, class A, bool kSoftcap, bool kFloatOut>
-__global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ ForwardParams params) {
+__global__ void __launch_bounds__(kThreads, 1)
+    forward(const __grid_constant__ ForwardParams params) {
   using Half = typename S::Half;
-  constexpr int kMmaRows = S::kMmaRows, kGroups = S::kGroups, kBlockN = S::kBlockN;
+  constexpr int kRows = S::kRows, kGroups = S::kGroups, kBlockN = S::kBlockN;
   extern __shared__ __align__(16) char shared[];
   const u32 q_tile = ptx::shared_address(shared);
   const u32 k_tile = q_tile + S::Q::kBytes, v_tile = k_tile + S::K::kBytes;
-  u16* special_map = reinterpret_cast<u16*>(shared + S::Q::kBytes + S::K::kBytes + S::V::kBytes);
   const int g = threadIdx.x % 4;
 
   // Late rows first: under a causal mask they have the most tiles.
@@ -177,57 +234,65 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
 
   // Keys that some row of this CTA sees; others are loaded as zeros, whatever they hold.
   const i32 key_low = band.low(first_row), key_high = band.high(last_row);
-  const i32 tile_begin = key_low / kBlockN, tile_end = key_high > key_low ? (key_high + kBlockN - 1) / kBlockN : 0;
+  const i32 tile_begin = key_low / kBlockN,
+            tile_end = key_high > key_low ? (key_high + kBlockN - 1) / kBlockN : 0;
   // Tiles that every row of the CTA sees whole.
-  const i32 full_begin = (band.low(last_row) + kBlockN - 1) / kBlockN, full_end = band.high(first_row) / kBlockN;
-  // Row of this thread's i-th row state; from a fresh thread index, so that nothing stays in registers for it.
+  const i32 full_begin = (band.low(last_row) + kBlockN - 1) / kBlockN,
+            full_end = band.high(first_row) / kBlockN;
+  // Row of this thread's i-th row state; from a fresh thread index, so that nothing stays in
+  // registers for it.
   auto row_of = [&](int i) -> i32 {
     const int thread = ptx::thread_index();
     return first_row + i / 2 * 64 + thread / 32 * 16 + i % 2 * 8 + thread % 32 / 4;
   };
 
   auto load_k = [&](i32 tile) {
-    load_tile<typename S::K, kThreads>(k_tile, k, params.k_strides.row, tile * kBlockN, key_low, key_high, params.d);
+    load_tile<typename S::K, kThreads>(k_tile, k, params.k_strides.row, tile * kBlockN, key_low,
+                                       key_high, params.d);
     ptx::cp_async_commit();
   };
   auto load_v = [&](i32 tile) {
-    load_tile<typename S::V, kThreads>(v_tile, v, params.v_strides.row, tile * kBlockN, key_low, key_high, params.d_v);
+    load_tile<typename S::V, kThreads>(v_tile, v, params.v_strides.row, tile * kBlockN, key_low,
+                                       key_high, params.d_v);
     ptx::cp_async_commit();
   };
   // S of a tile, capped, -inf where not seen; true if some row of the CTA is masked in it.
-  auto masked_scores = [&](float(&s)[kMmaRows][2][kGroups][2], i32 tile) -> bool {
+  auto masked_scores = [&](float (&s)[kRows][kGroups][2], i32 tile) -> bool {
     scores<S>(s, q_tile, k_tile);
     if constexpr (kSoftcap) {
 #pragma unroll
-      for (int i = 0; i < kMmaRows * 2 * kGroups * 2; ++i) (&s[0][0][0][0])[i] = capped((&s[0][0][0][0])[i], params.cap);
+      for (int i = 0; i < kRows * kGroups * 2; ++i)
+        (&s[0][0][0])[i] = capped((&s[0][0][0])[i], params.cap);
     }
     if (tile >= full_begin && tile < full_end) return false;
     const i32 start = tile * kBlockN;
 #pragma unroll
-    for (int mi = 0; mi < kMmaRows; ++mi) {
+    for (int i = 0; i < kRows; ++i) {
+      const i32 row = row_of(i);
+      const i32 low = band.low(row) - start, high = band.high(row) - start;
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const i32 row = row_of(mi * 2 + h);
-        const i32 low = band.low(row) - start, high = band.high(row) - start;
+      for (int j = 0; j < kGroups; ++j) {
 #pragma unroll
-        for (int j = 0; j < kGroups; ++j) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const i32 key = j * 8 + g * 2 + e;
-            if (key < low || key >= high) s[mi][h][j][e] = negative_infinity();
-          }
+        for (int e = 0; e < 2; ++e) {
+          const i32 key = j * 8 + g * 2 + e;
+          if (key < low || key >= high) s[i][j][e] = negative_infinity();
         }
       }
     }
     return true;
   };
 
-  RowState state[kMmaRows][2];
-  float o[kMmaRows][2][S::kDv / 8][2] = {};
-  float w[kMmaRows][2][2] = {};
+  RowState state[kRows];
+  // Whether V of a tile that some row does not see whole held NaN or Inf; in the padding of Q's
+  // first row.
+  u32* found = reinterpret_cast<u32*>(shared + S::kD * 2);
+  if (threadIdx.x == 0) *found = 0;
+  float o[kRows][S::kDv / 8][2] = {};
+  float w[kRows][2] = {};
 
   if (tile_end > tile_begin) {
-    load_tile<typename S::Q, kThreads>(q_tile, q, params.q_strides.row, first_row, 0, band.n_q, params.d);
+    load_tile<typename S::Q, kThreads>(q_tile, q, params.q_strides.row, first_row, 0, band.n_q,
+                                       params.d);
     load_k(tile_end - 1);
   }
 
@@ -236,17 +301,15 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
     for (i32 tile = tile_end - 1; tile >= tile_begin; --tile) {
       ptx::cp_async_wait<0>();
       __syncthreads();
-      float s[kMmaRows][2][kGroups][2];
+      float s[kRows][kGroups][2];
       masked_scores(s, tile);
       __syncthreads();
       load_k(tile > tile_begin ? tile - 1 : tile_end - 1);
+      float top[kRows];
+      thread_max(top, s);
 #pragma unroll
-      for (int i = 0; i < kMmaRows * 2; ++i) {
-        float top = negative_infinity();
-#pragma unroll
-        for (int j = 0; j < kGroups; ++j) top = fmaxf(top, fmaxf(s[i / 2][i % 2][j][0], s[i / 2][i % 2][j][1]));
-        RowState& row = state[i / 2][i % 2];
-        row.r = fmaxf(row.r, __fmul_rn(quad_max(top), params.c));
+      for (int i = 0; i < kRows; ++i) {
+        state[i].r = fmaxf(state[i].r, __fmul_rn(quad_max(top[i]), params.c));
       }
     }
   }
@@ -255,88 +318,76 @@ __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ F
     ptx::cp_async_wait<0>();
     __syncthreads();  // K has arrived; V of the tile before has been read
     load_v(tile);
-    float s[kMmaRows][2][kGroups][2];
+    float s[kRows][kGroups][2];
     const bool masked = masked_scores(s, tile);
     ptx::cp_async_wait<0>();
     __syncthreads();  // V has arrived; K has been read
     if (tile > tile_begin) load_k(tile - 1);
 
-    float alpha[kMmaRows][2];
+    float alpha[kRows];
+    softmax<A>(state, s, alpha, params.c, params.stale_limit);
+    if constexpr (!A::kPromoted) {
 #pragma unroll
-    for (int mi = 0; mi < kMmaRows; ++mi) {
+      for (int i = 0; i < kRows; ++i) {
+        if (!__any_sync(0xffffffffu, alpha[i] != 1.0f)) continue;
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        alpha[mi][h] = softmax_row<A>(state[mi][h], s[mi][h], params.c, params.stale_limit);
-        if (!A::kPromoted && __any_sync(0xffffffffu, alpha[mi][h] != 1.0f)) {
-#pragma unroll
-          for (int j = 0; j < S::kDv / 8; ++j) {
-            o[mi][h][j][0] = __fmul_rn(o[mi][h][j][0], alpha[mi][h]);
-            o[mi][h][j][1] = __fmul_rn(o[mi][h][j][1], alpha[mi][h]);
-          }
-          w[mi][h][0] = __fmul_rn(w[mi][h][0], alpha[mi][h]);
+        for (int j = 0; j < S::kDv / 8; ++j) {
+          o[i][j][0] = __fmul_rn(o[i][j][0], alpha[i]);
+          o[i][j][1] = __fmul_rn(o[i][j][1], alpha[i]);
         }
+        w[i][0] = __fmul_rn(w[i][0], alpha[i]);
       }
     }
-    char* v_bytes = shared + (v_tile - q_tile);
-    const bool specials =
-        masked && __syncthreads_or(sanitise<Half, typename S::V, kThreads>(v_bytes, special_map));
+    if (masked) {
+      if (zero_nonfinite<Half, typename S::V, kThreads>(shared + (v_tile - q_tile))) *found = 1;
+      __syncthreads();
+    }
     if constexpr (A::kPromoted) {
       accumulate_promoted<S, A>(o, w, alpha, s, v_tile);
     } else {
       accumulate<S, A>(o, w, s, v_tile);
-    }
-    if (specials) {
-#pragma unroll
-      for (int i = 0; i < kMmaRows * 2; ++i) {
-        const i32 row = row_of(i);
-        const i32 low = band.low(row) - tile * kBlockN, high = band.high(row) - tile * kBlockN;
-#pragma unroll
-        for (int j = 0; j < S::kDv / 8 * 2; ++j) {
-          float& x = o[i / 2][i % 2][j / 2][j % 2];
-          x = with_specials<typename S::V>(x, special_map, j / 2 * 8 + g * 2 + j % 2, low, high);
-        }
-      }
     }
   }
 
   const i32 flat_head = ptx::block_index() / blocks;
   const i32 out_batch = flat_head / params.heads, out_head = flat_head % params.heads;
 #pragma unroll
-  for (int mi = 0; mi < kMmaRows; ++mi) {
+  for (int i = 0; i < kRows; ++i) {
+    const i32 row = row_of(i);
+    const float l = quad_sum(state[i].l);
+    if (row >= band.n_q) continue;
+    const bool sees = band.high(row) > band.low(row);
+    const float inverse = sees ? __frcp_rn(A::kRoundedSum ? w[i][0] : l) : 0.0f;
+    if (g == 0) {
+      const float lse =
+          __fmul_rn(__fadd_rn(state[i].r, ptx::lg2_approx_ftz(l)), 0.693147182464599609375f);
+      params.lse[static_cast<i64>(flat_head) * band.n_q + row] = sees ? lse : negative_infinity();
+    }
+    const i64 at = offset(params.out_strides, out_batch, out_head, row);
+    const i64 rest_at = offset(params.rest_strides, out_batch, out_head, row);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const i32 row = row_of(mi * 2 + h);
-      const float l = quad_sum(state[mi][h].l);
-      if (row >= band.n_q) continue;
-      const bool sees = band.high(row) > band.low(row);
-      const float inverse = sees ? __frcp_rn(A::kRoundedSum ? w[mi][h][0] : l) : 0.0f;
-      if (g == 0) {
-        const float lse = __fmul_rn(__fadd_rn(state[mi][h].r, ptx::lg2_approx_ftz(l)), 0.693147182464599609375f);
-        params.lse[static_cast<i64>(flat_head) * band.n_q + row] = sees ? lse : negative_infinity();
-      }
-      const i64 at = offset(params.out_strides, out_batch, out_head, row);
-      const i64 rest_at = offset(params.rest_strides, out_batch, out_head, row);
-#pragma unroll
-      for (int j = 0; j < S::kDv / 8; ++j) {
-        const int column = j * 8 + g * 2;
-        if (column >= params.d_v) continue;
-        const float x = sees ? __fmul_rn(o[mi][h][j][0], inverse) : 0.0f;
-        const float y = sees ? __fmul_rn(o[mi][h][j][1], inverse) : 0.0f;
-        if constexpr (kFloatOut) {
-          float* out = static_cast<float*>(params.out) + at + column;
-          out[0] = x;
-          out[1] = y;
-        } else {
-          const u32 packed = Half::pack(x, y);
-          u16* out = static_cast<u16*>(params.out) + at + column;
-          out[0] = static_cast<u16>(packed);
-          out[1] = static_cast<u16>(packed >> 16);
-          if (params.rest != nullptr) {
-            *reinterpret_cast<u32*>(params.rest + rest_at + column) = pack_rest<Half>(x, y, packed);
-          }
+    for (int j = 0; j < S::kDv / 8; ++j) {
+      const int column = j * 8 + g * 2;
+      if (column >= params.d_v) continue;
+      const float x = sees ? __fmul_rn(o[i][j][0], inverse) : 0.0f;
+      const float y = sees ? __fmul_rn(o[i][j][1], inverse) : 0.0f;
+      if constexpr (kFloatOut) {
+        float* out = static_cast<float*>(params.out) + at + column;
+        out[0] = x;
+        out[1] = y;
+      } else {
+        const u32 packed = Half::pack(x, y);
+        *reinterpret_cast<u32*>(static_cast<u16*>(params.out) + at + column) = packed;
+        if (params.rest != nullptr) {
+          *reinterpret_cast<u32*>(params.rest + rest_at + column) = pack_rest<Half>(x, y, packed);
         }
       }
     }
+  }
+  __syncthreads();
+  if (*found != 0) {
+    add_specials<S, kFloatOut>(params, first_row, last_row, full_begin * kBlockN,
+                               full_end * kBlockN);
   }
 }
 

@@ -1,4 +1,5 @@
-// The band of keys [low, high) that a row sees: every mask (causal, window, alignment) in two integers.
+// The band of keys [low, high) that a row sees: every mask (causal, window, alignment) in two
+// integers.
 #pragma once
 
 #include "ptx/types.cuh"
@@ -7,7 +8,7 @@ namespace cuflash {
 
 struct Band {
   i32 n_q, n_k;
-  i32 diagonal;  // key under the diagonal of query 0
+  i32 diagonal;     // key under the diagonal of query 0
   i32 left, right;  // keys to either side of the diagonal; INT_MAX: unbounded
 
   __device__ __forceinline__ i32 low(i32 row) const {

@@ -1,5 +1,5 @@
-// What the backward kernels share: their parameters, and products whose A operand comes out of accumulators.
-// The arithmetic is that of emulation/backward.py.
+// What the backward kernels share: their parameters, and products whose A operand comes out of
+// accumulators. The arithmetic is that of emulation/backward.py.
 #pragma once
 
 #include "tile/band.cuh"
@@ -37,13 +37,15 @@ constexpr int kThreads = 128;
 
 __host__ __device__ constexpr int max_of(int a, int b) { return a > b ? a : b; }
 
-// Rows mi * 64 + warp * 16 + h * 8 + lane / 4 and columns j * 8 + lane % 4 * 2 + e of a block of accumulators.
+// Rows mi * 64 + warp * 16 + h * 8 + lane / 4 and columns j * 8 + lane % 4 * 2 + e of a block of
+// accumulators.
 template <int kMmaRows, int kGroups>
 using Block = float[kMmaRows][2][kGroups][2];
 
 // d = A B^T from zero: this warp's rows of A, rows [first, first + kGroups * 8) of B.
 template <class Half, class TA, class TB, int kMmaRows, int kGroups>
-__device__ __forceinline__ void product(Block<kMmaRows, kGroups>& d, u32 a_tile, u32 b_tile, int first) {
+__device__ __forceinline__ void product(Block<kMmaRows, kGroups>& d, u32 a_tile, u32 b_tile,
+                                        int first) {
   static_assert(TA::kCols == TB::kCols, "A and B share the axis that is summed");
   const int warp = threadIdx.x / 32;
 #pragma unroll
@@ -52,7 +54,8 @@ __device__ __forceinline__ void product(Block<kMmaRows, kGroups>& d, u32 a_tile,
   for (int kk = 0; kk < TA::kCols; kk += 16) {
     u32 a[kMmaRows][4];
 #pragma unroll
-    for (int mi = 0; mi < kMmaRows; ++mi) ptx::ldmatrix_x4(a[mi], a_address<TA>(a_tile, mi * 64 + warp * 16, kk));
+    for (int mi = 0; mi < kMmaRows; ++mi)
+      ptx::ldmatrix_x4(a[mi], a_address<TA>(a_tile, mi * 64 + warp * 16, kk));
 #pragma unroll
     for (int j = 0; j < kGroups; j += 2) {
       u32 b[4];
@@ -61,21 +64,72 @@ __device__ __forceinline__ void product(Block<kMmaRows, kGroups>& d, u32 a_tile,
       for (int mi = 0; mi < kMmaRows; ++mi) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          Half::mma(d[mi][0][j + h][0], d[mi][0][j + h][1], d[mi][1][j + h][0], d[mi][1][j + h][1], a[mi], b[2 * h],
-                    b[2 * h + 1]);
+          Half::mma(d[mi][0][j + h][0], d[mi][0][j + h][1], d[mi][1][j + h][0], d[mi][1][j + h][1],
+                    a[mi], b[2 * h], b[2 * h + 1]);
         }
       }
     }
   }
 }
 
-// A operands made of accumulators, whose layout is the same: part 0 rounded to halves, part 1 what that left.
+// The rows [low, high) of B's tile that a row of A's tile sees.
+struct Range {
+  i32 low, high;
+
+  __device__ __forceinline__ bool holds(int k) const { return k >= low && k < high; }
+};
+
+// A holds rows of queries, B keys.
+struct KeysOfRow {
+  const Band& band;
+  i32 first_row, first_key;
+
+  __device__ __forceinline__ Range operator()(int m) const {
+    return {band.low(first_row + m) - first_key, band.high(first_row + m) - first_key};
+  }
+};
+
+// A holds keys, B rows of queries: the band, turned around.
+struct RowsOfKey {
+  const Band& band;
+  i32 first_row, first_key;
+
+  __device__ __forceinline__ Range operator()(int m) const {
+    const i32 key = first_key + m;
+    if (key >= band.n_k) return {0, 0};
+    return {row_of(static_cast<i64>(key) - band.right) - first_row,
+            row_of(static_cast<i64>(key) + band.left + 1) - first_row};
+  }
+  // The row whose diagonal is at `key`, or the nearest of 0 and n_q.
+  __device__ __forceinline__ i32 row_of(i64 key) const {
+    const i64 row = key - band.diagonal;
+    return row > 0 ? (row < band.n_q ? static_cast<i32>(row) : band.n_q) : 0;
+  }
+};
+
+// Zeros where not seen: rows m and columns k of a block of P or dS.
+template <int kMmaRows, int kGroups, class Sees>
+__device__ __forceinline__ void clear_unseen(Block<kMmaRows, kGroups>& x, const Sees& seen) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < kMmaRows * 2; ++i) {
+    const int mi = i / 2, h = i % 2;
+    const Range range = seen(mi * 64 + warp * 16 + h * 8 + lane / 4);
+#pragma unroll
+    for (int j = 0; j < kGroups * 2; ++j) {
+      if (!range.holds(j / 2 * 8 + lane % 4 * 2 + j % 2)) x[mi][h][j / 2][j % 2] = 0.0f;
+    }
+  }
+}
+
+// A operands made of accumulators, whose layout is the same: part 0 rounded to halves, part 1 what
+// that left.
 template <int kMmaRows, int kParts, int kSteps>
 using Operand = u32[kMmaRows][kParts][kSteps][4];
 
 template <class Half, int kParts, int kSteps, int kMmaRows, int kGroups>
-__device__ __forceinline__ void pack(Operand<kMmaRows, kParts, kSteps>& a, const Block<kMmaRows, kGroups>& x,
-                                     int first_step) {
+__device__ __forceinline__ void pack(Operand<kMmaRows, kParts, kSteps>& a,
+                                     const Block<kMmaRows, kGroups>& x, int first_step) {
 #pragma unroll
   for (int mi = 0; mi < kMmaRows; ++mi) {
 #pragma unroll
@@ -85,7 +139,8 @@ __device__ __forceinline__ void pack(Operand<kMmaRows, kParts, kSteps>& a, const
         const float low = x[mi][i % 2][2 * kk + i / 2][0], high = x[mi][i % 2][2 * kk + i / 2][1];
         const u32 packed = Half::pack(low, high);
         a[mi][0][first_step + kk][i] = packed;
-        if constexpr (kParts == 2) a[mi][1][first_step + kk][i] = pack_rest<Half>(low, high, packed);
+        if constexpr (kParts == 2)
+          a[mi][1][first_step + kk][i] = pack_rest<Half>(low, high, packed);
       }
     }
   }
@@ -93,8 +148,8 @@ __device__ __forceinline__ void pack(Operand<kMmaRows, kParts, kSteps>& a, const
 
 // acc += A B, B a tile stored [k][n], through the tensor core.
 template <class Half, class T, int kMmaRows, int kParts, int kSteps, int kColumns>
-__device__ __forceinline__ void accumulate(Block<kMmaRows, kColumns>& acc, const Operand<kMmaRows, kParts, kSteps>& a,
-                                           u32 b_tile) {
+__device__ __forceinline__ void accumulate(Block<kMmaRows, kColumns>& acc,
+                                           const Operand<kMmaRows, kParts, kSteps>& a, u32 b_tile) {
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
 #pragma unroll
@@ -107,8 +162,8 @@ __device__ __forceinline__ void accumulate(Block<kMmaRows, kColumns>& acc, const
         for (int mi = 0; mi < kMmaRows; ++mi) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            Half::mma(acc[mi][0][j + h][0], acc[mi][0][j + h][1], acc[mi][1][j + h][0], acc[mi][1][j + h][1],
-                      a[mi][part][kk], b[2 * h], b[2 * h + 1]);
+            Half::mma(acc[mi][0][j + h][0], acc[mi][0][j + h][1], acc[mi][1][j + h][0],
+                      acc[mi][1][j + h][1], a[mi][part][kk], b[2 * h], b[2 * h + 1]);
           }
         }
       }
@@ -118,7 +173,8 @@ __device__ __forceinline__ void accumulate(Block<kMmaRows, kColumns>& acc, const
 
 // The same with the product from zero and added in fp32.
 template <class Half, class T, int kMmaRows, int kParts, int kSteps, int kColumns>
-__device__ __forceinline__ void add_product(Block<kMmaRows, kColumns>& acc, const Operand<kMmaRows, kParts, kSteps>& a,
+__device__ __forceinline__ void add_product(Block<kMmaRows, kColumns>& acc,
+                                            const Operand<kMmaRows, kParts, kSteps>& a,
                                             u32 b_tile) {
 #pragma unroll
   for (int j = 0; j < kColumns; j += 2) {
@@ -133,7 +189,7 @@ __device__ __forceinline__ void add_product(Block<kMmaRows, kColumns>& acc, cons
         for (int mi = 0; mi < kMmaRows; ++mi) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            float(&x)[4] = d[mi][h];
+            float (&x)[4] = d[mi][h];
             Half::mma(x[0], x[1], x[2], x[3], a[mi][part][kk], b[2 * h], b[2 * h + 1]);
           }
         }
@@ -147,21 +203,11 @@ __device__ __forceinline__ void add_product(Block<kMmaRows, kColumns>& acc, cons
   }
 }
 
-// Which rows of B the rows of A see, m and k counted from the tiles' first.
-template <bool kRowsOfBAreQueries>
-struct Seen {
-  const Band& band;
-  i32 first_row, first_key;
-
-  __device__ __forceinline__ bool operator()(int m, int k) const {
-    const i32 row = first_row + (kRowsOfBAreQueries ? k : m), key = first_key + (kRowsOfBAreQueries ? m : k);
-    return row < band.n_q && key >= band.low(row) && key < band.high(row);
-  }
-};
-
-// What `sanitise` took out of B before A B was added to acc, for those rows of A that see it: as the product would be.
+// What `sanitise` took out of B before A B was added to acc, for those rows of A that see it: as
+// the product would be.
 template <class Half, class T, int kMmaRows, int kParts, int kSteps, int kColumns, class Sees>
-__device__ __forceinline__ void add_specials(Block<kMmaRows, kColumns>& acc, const Operand<kMmaRows, kParts, kSteps>& a,
+__device__ __forceinline__ void add_specials(Block<kMmaRows, kColumns>& acc,
+                                             const Operand<kMmaRows, kParts, kSteps>& a,
                                              const u16* map, const Sees& seen) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane % 4;
 #pragma unroll 1
@@ -175,7 +221,7 @@ __device__ __forceinline__ void add_specials(Block<kMmaRows, kColumns>& acc, con
         if (eight == k / 8) pair = a[mi][part][eight / 2][eight % 2 * 2 + h];
       }
       pair = __shfl_sync(0xffffffffu, pair, k % 8 / 2, 4);
-      if (!seen(mi * 64 + warp * 16 + h * 8 + lane / 4, k)) continue;
+      if (!seen(mi * 64 + warp * 16 + h * 8 + lane / 4).holds(k)) continue;
       const float weight = k % 2 == 0 ? low_half<Half>(pair) : high_half<Half>(pair);
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
@@ -184,7 +230,9 @@ __device__ __forceinline__ void add_specials(Block<kMmaRows, kColumns>& acc, con
         for (int e = 0; e < 2; ++e) {
           const u32 kind = kinds >> (2 * e) & 3u;
           if (kind == 0) continue;
-          const float special = __uint_as_float(kind == kIsNaN ? 0x7fffffffu : kind == kIsPositive ? 0x7f800000u : 0xff800000u);
+          const float special = __uint_as_float(kind == kIsNaN        ? 0x7fffffffu
+                                                : kind == kIsPositive ? 0x7f800000u
+                                                                      : 0xff800000u);
           acc[mi][h][j][e] = __fadd_rn(acc[mi][h][j][e], __fmul_rn(weight, special));
         }
       }

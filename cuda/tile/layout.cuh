@@ -1,4 +1,5 @@
-// Tiles of halves in shared memory: rows padded by 16 bytes, so that eight rows of ldmatrix fall into different banks.
+// Tiles of halves in shared memory: rows padded by 16 bytes, so that eight rows of ldmatrix fall
+// into different banks.
 #pragma once
 
 #include "ptx/cp_async.cuh"
@@ -9,17 +10,19 @@ namespace cuflash {
 
 template <int kRows_, int kCols_>
 struct Tile {
-  static_assert(kCols_ % 16 == 0, "an odd number of 16-byte chunks per padded row needs kCols % 16 == 0");
+  static_assert(kCols_ % 16 == 0,
+                "an odd number of 16-byte chunks per padded row needs kCols % 16 == 0");
   static constexpr int kRows = kRows_;
   static constexpr int kCols = kCols_;
   static constexpr int kPitch = (kCols + 8) * 2;  // bytes
   static constexpr int kBytes = kRows * kPitch;
 };
 
-// Rows [first, first + kRows) of a matrix of halves; rows outside [low, high) and columns past `cols` become 0.
+// Rows [first, first + kRows) of a matrix of halves; rows outside [low, high) and columns past
+// `cols` become 0.
 template <class T, int kThreads>
-__device__ __forceinline__ void load_tile(u32 to, const u16* from, i64 row_stride, i32 first, i32 low,
-                                          i32 high, i32 cols) {
+__device__ __forceinline__ void load_tile(u32 to, const u16* from, i64 row_stride, i32 first,
+                                          i32 low, i32 high, i32 cols) {
   constexpr int kChunks = T::kCols / 8;
   if constexpr (kThreads % kChunks == 0) {
     // A thread keeps its column: one address and one step, instead of one address per row.
@@ -48,7 +51,8 @@ __device__ __forceinline__ void load_tile(u32 to, const u16* from, i64 row_strid
   }
 }
 
-// Address of this lane for the A operand (16 x 16 at row, column) and for B = rows of K (two n8 blocks x k16).
+// Address of this lane for the A operand (16 x 16 at row, column) and for B = rows of K (two n8
+// blocks x k16).
 template <class T>
 __device__ __forceinline__ u32 a_address(u32 base, int row, int column) {
   const int lane = threadIdx.x % 32;

@@ -1,6 +1,6 @@
-// NaN and Inf behind a mask: 0 * NaN would carry them into rows that do not see them. A partly masked tile that holds
-// such values is cleaned in shared memory before the product, its special values are kept in a map of two bits each, and
-// rows that do see one get it afterwards.
+// NaN and Inf behind a mask: 0 * NaN would carry them into rows that do not see them. A partly
+// masked tile that holds such values is cleaned in shared memory before the product, its special
+// values are kept in a map of two bits each, and rows that do see one get it afterwards.
 #pragma once
 
 #include "tile/layout.cuh"
@@ -40,20 +40,24 @@ __device__ __forceinline__ bool sanitise(char* tile, u16* map) {
   return found;
 }
 
-// x plus the special values of one column that keys [low, high) of the tile hold. (Under a weight that underflowed to
-// zero, too: there the product would be NaN.)
-template <class T>
-__device__ __noinline__ float with_specials(float x, const u16* map, int column, i32 low, i32 high) {
-  u32 positive = 0, negative = 0;
+// The same without a map: NaN and Inf become 0; true if there were any.
+template <class Half, class T, int kThreads>
+__device__ __forceinline__ bool zero_nonfinite(char* tile) {
+  constexpr int kChunks = T::kCols / 8;
+  bool found = false;
 #pragma unroll 1
-  for (i32 key = low > 0 ? low : 0; key < (high < T::kRows ? high : T::kRows); ++key) {
-    const u32 kind = map[key * SpecialMap<T>::kChunks + column / 8] >> (2 * (column % 8)) & 3u;
-    positive |= kind & 1u;
-    negative |= kind >> 1;
+  for (int i = ptx::thread_index(); i < T::kRows * kChunks * 4; i += kThreads) {
+    u32* pair = reinterpret_cast<u32*>(tile + i / 4 / kChunks * T::kPitch + i / 4 % kChunks * 16 +
+                                       i % 4 * 4);
+    const u32 x = *pair;
+    u32 y = x;
+    if ((x & Half::kExponent) == Half::kExponent) y &= 0xffff0000u;
+    if ((x >> 16 & Half::kExponent) == Half::kExponent) y &= 0x0000ffffu;
+    if (x == y) continue;
+    *pair = y;
+    found = true;
   }
-  if (positive && negative) return __int_as_float(0x7fffffff);
-  const float infinity = __int_as_float(0x7f800000);
-  return positive ? __fadd_rn(x, infinity) : negative ? __fadd_rn(x, -infinity) : x;
+  return found;
 }
 
 }  // namespace cuflash

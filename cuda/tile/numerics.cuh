@@ -24,7 +24,8 @@ struct Bf16 {
   static constexpr u32 kExponent = 0x7f80u;  // all ones: NaN or Inf
   __device__ static u32 pack(float low, float high) { return ptx::cvt_rn_bf16x2(low, high); }
   __device__ static float widen(u16 x) { return __uint_as_float(static_cast<u32>(x) << 16); }
-  __device__ static void mma(float& d0, float& d1, float& d2, float& d3, const u32 (&a)[4], u32 b0, u32 b1) {
+  __device__ static void mma(float& d0, float& d1, float& d2, float& d3, const u32 (&a)[4], u32 b0,
+                             u32 b1) {
     ptx::mma_m16n8k16_bf16(d0, d1, d2, d3, a, b0, b1);
   }
 };
@@ -34,7 +35,8 @@ struct Fp16 {
   static constexpr u32 kExponent = 0x7c00u;
   __device__ static u32 pack(float low, float high) { return ptx::cvt_rn_f16x2(low, high); }
   __device__ static float widen(u16 x) { return ptx::cvt_f32_f16(x); }
-  __device__ static void mma(float& d0, float& d1, float& d2, float& d3, const u32 (&a)[4], u32 b0, u32 b1) {
+  __device__ static void mma(float& d0, float& d1, float& d2, float& d3, const u32 (&a)[4], u32 b0,
+                             u32 b1) {
     ptx::mma_m16n8k16_f16(d0, d1, d2, d3, a, b0, b1);
   }
 };
@@ -52,7 +54,8 @@ __device__ __forceinline__ float high_half(u32 x) {
 // The remainder that packing leaves: what p - half(p) is, packed again.
 template <class Half>
 __device__ __forceinline__ u32 pack_rest(float low, float high, u32 packed) {
-  return Half::pack(__fsub_rn(low, low_half<Half>(packed)), __fsub_rn(high, high_half<Half>(packed)));
+  return Half::pack(__fsub_rn(low, low_half<Half>(packed)),
+                    __fsub_rn(high, high_half<Half>(packed)));
 }
 
 // 2^x by a polynomial of degree 5 in FMAs; the coefficients are those of emulation/sfu.py.
