@@ -25,8 +25,8 @@ def terms(x: Any) -> tuple[Any, Any, Any]:
     make up for it. NaN and infinities have a NaN among their terms.
 
     >>> import numpy as np
-    >>> [float(t[0]) for t in terms(np.float32([1 + 2.0**-8 + 2.0**-17 + 2.0**-23]))]
-    [1.0, 0.00390625, 7.748603820800781e-06]
+    >>> [float(t[0]) for t in terms(np.float32([1 + 2.0**-9 + 2.0**-18 + 2.0**-23]))]
+    [1.0, 0.001953125, 3.933906555175781e-06]
     """
     xp = rounding.namespace(x)
     top = xp.float32(BFLOAT16.max)

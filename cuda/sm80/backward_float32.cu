@@ -108,7 +108,7 @@ struct GradientShape {
 };
 
 template <class S, class A, bool kSoftcap>
-__global__ void __launch_bounds__(S::kThreads)
+__global__ void __launch_bounds__(S::kThreads, 1)
     gradient_float32(const __grid_constant__ GradientParams params) {
   using First = typename S::First;
   using Second = typename S::Second;

@@ -39,7 +39,7 @@ struct Shape {
 };
 
 template <class S, class A, bool kSoftcap>
-__global__ void __launch_bounds__(S::kThreads)
+__global__ void __launch_bounds__(S::kThreads, 1)
     forward(const __grid_constant__ ForwardParams params) {
   using K = typename S::K;
   using V = typename S::V;

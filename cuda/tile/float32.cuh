@@ -3,6 +3,7 @@
 // low.
 #pragma once
 
+#include "ptx/special.cuh"
 #include "tile/band.cuh"
 #include "tile/layout.cuh"
 #include "tile/numerics.cuh"
@@ -72,10 +73,10 @@ __device__ __forceinline__ void load_raw(u32 to, const float* from, i64 row_stri
   if constexpr (kThreads % kPieces == 0) {
     // A thread keeps its column: one address and one step, instead of one address per row.
     constexpr int kStep = kThreads / kPieces;
-    const i32 column = threadIdx.x % kPieces * 4;
-    i32 row = first + threadIdx.x / kPieces;
+    const i32 column = ptx::thread_index() % kPieces * 4;
+    i32 row = first + ptx::thread_index() / kPieces;
     const float* source = from + row * row_stride + column;
-    to += threadIdx.x * 16;
+    to += ptx::thread_index() * 16;
 #pragma unroll 2
     for (int i = 0; i < T::kRows; i += kStep) {
       if (T::kRows % kStep != 0 && row >= first + T::kRows) break;
@@ -87,7 +88,7 @@ __device__ __forceinline__ void load_raw(u32 to, const float* from, i64 row_stri
     }
   } else {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < T::kRows * kPieces; i += kThreads) {
+    for (int i = ptx::thread_index(); i < T::kRows * kPieces; i += kThreads) {
       const i32 row = first + i / kPieces, column = i % kPieces * 4;
       const bool valid = row >= low && row < high && column < cols;
       ptx::cp_async_16(to + i * 16, valid ? from + row * row_stride + column : from, valid);
@@ -116,7 +117,7 @@ template <class T, int kThreads, bool kWatch = false>
 __device__ __forceinline__ bool split_tile(char* to, const char* raw) {
   bool found = false;
 #pragma unroll 4
-  for (int i = threadIdx.x; i < T::kRows * Raw<T>::kPieces; i += kThreads) {
+  for (int i = ptx::thread_index(); i < T::kRows * Raw<T>::kPieces; i += kThreads) {
     const float4 x = reinterpret_cast<const float4*>(raw)[i];
     if (kWatch) found |= is_special(x.x) || is_special(x.y) || is_special(x.z) || is_special(x.w);
     store_terms<T>(to, i, x);
@@ -129,7 +130,7 @@ template <class T, int kThreads>
 __device__ __forceinline__ bool split_clean_tile(char* to, const char* raw, unsigned char* map) {
   bool found = false;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < T::kRows * Raw<T>::kPieces; i += kThreads) {
+  for (int i = ptx::thread_index(); i < T::kRows * Raw<T>::kPieces; i += kThreads) {
     float4 x = reinterpret_cast<const float4*>(raw)[i];
     u32 bits = 0;
     auto clean = [&](float& value, u32 bit) {
@@ -153,7 +154,7 @@ template <class T, int kThreads>
 __device__ __forceinline__ void clean_terms(char* tile) {
   __syncthreads();
 #pragma unroll 1
-  for (int i = threadIdx.x; i < T::kRows * T::kCols; i += kThreads) {
+  for (int i = ptx::thread_index(); i < T::kRows * T::kCols; i += kThreads) {
     u16* x = reinterpret_cast<u16*>(tile + i / T::kCols * T::kPitch + i % T::kCols * 2);
     u16* low = x + T::kBytes;  // two tiles on, in halves
     if ((*low & 0x7fffu) <= 0x7f80u) continue;
@@ -167,7 +168,7 @@ template <class T, int kThreads>
 __device__ __forceinline__ void load_terms(char* to, const float* from, i64 row_stride, i32 first,
                                            i32 high, i32 cols) {
 #pragma unroll 4
-  for (int i = threadIdx.x; i < T::kRows * Raw<T>::kPieces; i += kThreads) {
+  for (int i = ptx::thread_index(); i < T::kRows * Raw<T>::kPieces; i += kThreads) {
     const i32 row = first + i / Raw<T>::kPieces, column = i % Raw<T>::kPieces * 4;
     float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (row < high && column < cols)
@@ -181,7 +182,7 @@ __device__ __forceinline__ void load_terms(char* to, const float* from, i64 row_
 template <class TA, class TB, bool kSwapped = false>
 __device__ __forceinline__ void product(Rows<TB::kRows / 8>& d, u32 a_tile, u32 b_tile) {
   static_assert(TA::kCols == TB::kCols, "A and B share the axis that is summed");
-  const int warp = threadIdx.x / 32;
+  const int warp = ptx::thread_index() / 32;
 #pragma unroll
   for (int i = 0; i < TB::kRows / 2; ++i) (&d[0][0][0])[i] = 0.0f;
 #pragma unroll 1
@@ -271,7 +272,7 @@ __device__ __forceinline__ void mark_nan(Rows<T::kCols / 8>& acc, char* b_bytes,
   constexpr int kPieces = Raw<T>::kPieces;
   __syncthreads();
 #pragma unroll 1
-  for (int i = threadIdx.x; i < T::kRows * kPieces; i += kThreads) {
+  for (int i = ptx::thread_index(); i < T::kRows * kPieces; i += kThreads) {
     const u32 bits = map[i];
     const u32 low = (bits & 1 ? kOne : 0) | (bits & 2 ? kOne << 16 : 0);
     const u32 high = (bits & 4 ? kOne : 0) | (bits & 8 ? kOne << 16 : 0);
@@ -284,7 +285,7 @@ __device__ __forceinline__ void mark_nan(Rows<T::kCols / 8>& acc, char* b_bytes,
   for (int kk = 0; kk < T::kRows / 16; ++kk) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int k = kk * 16 + i / 2 * 8 + threadIdx.x % 4 * 2;
+      const int k = kk * 16 + i / 2 * 8 + ptx::thread_index() % 4 * 2;
       a[kk][i] = (sees(i % 2, k) ? kOne : 0) | (sees(i % 2, k + 1) ? kOne << 16 : 0);
     }
   }
