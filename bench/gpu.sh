@@ -1,18 +1,50 @@
 #!/usr/bin/env bash
-# The standing GPU run: tests that need a GPU, then the recorded bits on that GPU. Results go to bench/results/.
+# The standing GPU run: tests that need a GPU, the recorded bits, speed. Results go to bench/results/.
 #
-#     bash bench/gpu.sh
+#     bash bench/gpu.sh [tests|golden|speed ...]     (all without an argument)
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-results="bench/results"
-mkdir -p "$results"
-log="$results/gpu.txt"
+mkdir -p bench/results
+parts="${*:-tests golden speed}"
+status=0
+
+tests() {
+  # Only the files that hold GPU tests: the others may need packages that a GPU machine lacks.
+  local parallel=()
+  python3 -c 'import xdist' 2> /dev/null && parallel=(-n 8)
+  grep -l "mark.gpu" tests/test_*.py |
+    xargs python3 -m pytest -m gpu -o addopts= -o filterwarnings= -q -rfEs "${parallel[@]}"
+}
+
+golden() {
+  # The kernels still give the bits that are recorded (and that the emulator is held to).
+  local fresh
+  fresh="$(mktemp -d)/golden.npz"
+  python3 bench/record_golden.py "$fresh" &&
+    python3 - "$fresh" <<'PY'
+import sys
+import numpy as np
+with np.load(sys.argv[1]) as a, np.load("tests/golden/cuflash_h200.npz") as b:
+    assert a.files == b.files, "other problems are recorded"
+    wrong = [x for x in a.files if a[x].tobytes() != b[x].tobytes()]
+print(f"golden bits: {len(wrong)} of {len(b.files)} arrays differ", *wrong)
+sys.exit(bool(wrong))
+PY
+}
+
+speed() {
+  python3 -W ignore bench/sm80_forward.py && python3 -W ignore bench/sm80_backward.py
+}
+
 {
   date -u +%F
   nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.max.sm,power.limit --format=csv
   python3 -c 'import cupy, numpy; print("cupy", cupy.__version__, "numpy", numpy.__version__)'
-  # Only the files that hold GPU tests: the others may need packages that a GPU machine lacks.
-  grep -l "mark.gpu" tests/test_*.py | xargs python3 -m pytest -m gpu -o addopts= -o filterwarnings= -q -rfEs
-} 2>&1 | tee "$log"
+  for part in $parts; do
+    echo "== $part"
+    "$part" || status=1
+  done
+  exit "$status"
+} 2>&1 | tee bench/results/gpu.txt
 exit "${PIPESTATUS[0]}"

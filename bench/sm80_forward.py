@@ -28,7 +28,15 @@ from bench.common import gpu, write
 TOKENS, COLUMNS, REPLAYS = 16384, 2048, 20
 
 
-def _torch_runner(q: Any, k: Any, v: Any, causal: bool, backend: SDPBackend) -> Callable[[], Any]:
+#: A kernel captured in a graph, and how long some replays take in milliseconds.
+Timer = Callable[[], float]
+
+
+def attention_of_torch(
+    q: Any, k: Any, v: Any, causal: bool, backend: SDPBackend
+) -> Callable[[], Any]:
+    """PyTorch's attention, on one of its kernels."""
+
     def run() -> Any:
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
@@ -36,7 +44,8 @@ def _torch_runner(q: Any, k: Any, v: Any, causal: bool, backend: SDPBackend) -> 
     return run
 
 
-def _captured_torch(run: Callable[[], Any]) -> Callable[[], None]:
+def captured_torch(run: Callable[[], Any]) -> Timer:
+    """A graph of one call, timed on PyTorch's stream."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         run()
@@ -45,10 +54,21 @@ def _captured_torch(run: Callable[[], Any]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    return lambda: graph.replay()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def milliseconds() -> float:
+        start.record()
+        for _ in range(REPLAYS):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        return float(start.elapsed_time(end)) / REPLAYS
+
+    return milliseconds
 
 
-def _captured_cupy(run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+def captured_cupy(run: Callable[[], Any]) -> Timer:
+    """A graph of one call, timed on its own stream."""
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         run()
@@ -57,30 +77,37 @@ def _captured_cupy(run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         stream.begin_capture()
         run()
         graph = stream.end_capture()
-    return lambda: graph.launch(stream), stream
-
-
-def _milliseconds_torch(replay: Callable[[], None]) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(REPLAYS):
-        replay()
-    end.record()
-    torch.cuda.synchronize()
-    return float(start.elapsed_time(end)) / REPLAYS
-
-
-def _milliseconds_cupy(replay: Callable[[], None], stream: Any) -> float:
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
-    start.record(stream)
-    for _ in range(REPLAYS):
-        replay()
-    end.record(stream)
-    end.synchronize()
-    return float(cupy.cuda.get_elapsed_time(start, end)) / REPLAYS
+
+    def milliseconds() -> float:
+        start.record(stream)
+        for _ in range(REPLAYS):
+            graph.launch(stream)
+        end.record(stream)
+        end.synchronize()
+        return float(cupy.cuda.get_elapsed_time(start, end)) / REPLAYS
+
+    return milliseconds
 
 
-def _host_microseconds(run: Callable[[], Any]) -> float:
+def interleaved(timers: dict[str, Timer], flop: float, rounds: int) -> dict[str, Any]:
+    """TFLOP/s of each: median of the rounds and their spread, the kernels taking turns."""
+    times: dict[str, list[float]] = {name: [] for name in timers}
+    for _ in range(rounds):
+        for name, timer in timers.items():
+            times[name].append(timer())
+    return {
+        name: {
+            "median": flop / statistics.median(ms) / 1e9,
+            "min": flop / max(ms) / 1e9,
+            "max": flop / min(ms) / 1e9,
+        }
+        for name, ms in times.items()
+    }
+
+
+def host_microseconds(run: Callable[[], Any]) -> float:
+    """What one call costs the host."""
     cupy.cuda.Device().synchronize()
     start = time.perf_counter()
     for _ in range(10):
@@ -101,27 +128,13 @@ def measure(d: int, n: int, causal: bool, rounds: int) -> dict[str, Any]:
     def run() -> Any:
         return cuflash.attention(*ours, causal=causal, out=out)
 
-    replay, stream = _captured_cupy(run)
-    peers = {
-        "fa2": _captured_torch(_torch_runner(q, k, v, causal, SDPBackend.FLASH_ATTENTION)),
-        "cudnn": _captured_torch(_torch_runner(q, k, v, causal, SDPBackend.CUDNN_ATTENTION)),
+    peers = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+    timers = {"cuflash": captured_cupy(run)} | {
+        name: captured_torch(attention_of_torch(q, k, v, causal, backend))
+        for name, backend in peers.items()
     }
-    times: dict[str, list[float]] = {"cuflash": [], **{name: [] for name in peers}}
-    for _ in range(rounds):
-        times["cuflash"].append(_milliseconds_cupy(replay, stream))
-        for name, peer in peers.items():
-            times[name].append(_milliseconds_torch(peer))
     flop = 4 * batch * heads * n * n * d / (2 if causal else 1)
-    row: dict[str, Any] = {
-        name: {
-            "median": flop / statistics.median(ms) / 1e9,
-            "min": flop / max(ms) / 1e9,
-            "max": flop / min(ms) / 1e9,
-        }
-        for name, ms in times.items()
-    }
-    row["host_us"] = _host_microseconds(run)
-    return row
+    return interleaved(timers, flop, rounds) | {"host_us": host_microseconds(run)}
 
 
 def main() -> None:

@@ -67,7 +67,8 @@ def _spread(common: F64, v: F64, o: F64) -> F64:
 def forward(problem: Problem, plan: Plan, h: int, rows: slice, band: Array) -> Forward:
     """Bounds of `flash_rows` for rows of head h with band (2, R)."""
     num, fmt = plan.numerics, plan.format
-    product, const = Product.of(fmt, plan.arch, plan.step), Constants.of(problem)
+    product = Product.of(fmt, plan.arch, plan.step, plan.wide)
+    const = Constants.of(problem)
     rounding = Rounding.of(fmt, num.p == "split")
     q, k, v = operands(problem, h, rows)
     s = scores(problem, product, const, q, k, band)
@@ -108,7 +109,7 @@ def forward(problem: Problem, plan: Plan, h: int, rows: slice, band: Array) -> F
         after, adds = after + (after_tiles - 1) * per_tile, ref.moves[:, None] + 0.0 * after
     else:
         adds = after_tiles
-    after = np.where(seen, np.minimum(after, keys * len(parts)), 0.0)
+    after = np.where(seen, np.minimum(after, keys * len(parts) * product.passes), 0.0)
     steps = walk.tiles.max(initial=0.0) * per_tile
 
     def summed(b: F64) -> F64:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from emulation import tensor_core
+from emulation import tensor_core, wide
 from emulation.flash import LAZY_LIMIT, LN2, LOG2E
-from emulation.formats import FLOAT32, FORMATS, Format
+from emulation.formats import BFLOAT16, FLOAT32, FORMATS, Format
 from emulation.plan import Plan
 from emulation.problem import Array, Problem
 
@@ -81,22 +81,25 @@ class Product:
     floor: float  # absolute, per step
     emin: float  # the least power() of an operand that is not 0
     format: Format
+    passes: int = 1  # products of terms that make one product of operands (`wide`)
 
     @staticmethod
-    def of(fmt: str, arch: str = "sm90", step: int | None = None) -> Product:
-        f = FORMATS[fmt]
-        if f is FLOAT32:
+    def of(fmt: str, arch: str = "sm90", step: int | None = None, how: str = "fma") -> Product:
+        f, passes = FORMATS[fmt], 1
+        if f is FLOAT32 and how == "fma":
             return Product(1, 0.0, U, TINY, TINY, f)
+        if f is FLOAT32:
+            f, passes = BFLOAT16, len(wide.PRODUCTS)
         rule = tensor_core.Step.of(tensor_core.RULES[arch], f, step)
         lost = 2.0**-rule.fraction_bits
         align = rule.length * lost
         # The accumulator's subnormals count as 2^-126, nothing as less than 2^zero_exponent.
         floor = align * 2.0**-126 + (rule.length + 1) * lost * 2.0**rule.zero_exponent + TINY
-        return Product(rule.length, align, 2.0**-23, floor, 2.0**f.emin, f)
+        return Product(rule.length, align, 2.0**-23, floor, 2.0**f.emin, f, passes)
 
     def steps(self, terms: int) -> int:
         """Steps of a product of so many terms."""
-        return -(-terms // self.length)
+        return -(-terms // self.length) * self.passes
 
     def powers(self, x: F64) -> F64:
         """power(x) of an input."""
@@ -120,13 +123,37 @@ class Product:
         of earlier steps pass through later ones: (1 + align)(1 + cut) each.
         """
         size = total(parts)
-        err = (size * (after * (self.align + self.cut) - self.align)) @ np.abs(b)
-        if self.align:
-            if power is None:
-                least = self.emin * unit
-                power = total([np.where(a > 0, np.maximum(a, least), 0.0) for a in parts])
-            err = err + self.align * (power @ self.powers(b))
+        if self.align and power is None:
+            least = self.emin * unit
+            power = total([np.where(a > 0, np.maximum(a, least), 0.0) for a in parts])
+        if self.passes > 1 and power is not None:
+            err = self._of_terms(size, b, after, unit, power)
+        else:
+            err = (size * (after * (self.align + self.cut) - self.align)) @ np.abs(b)
+            if power is not None:
+                err = err + self.align * (power @ self.powers(b))
         return np.asarray(self.growth(steps) * (err + steps * self.floor * unit))
+
+    def _of_terms(
+        self,
+        size: F64,
+        b: F64,
+        after: F64 | NDArray[np.int64],
+        unit: F64 | float,
+        power: F64,
+    ) -> F64:
+        """The same for six products of three terms each, of which |middle| <= 2^-8 |x| and |low| <=
+        2^-16 |x|, or bfloat16's subnormals: their magnitudes add up to less than (1 + 2^-6) |a b|,
+        and the products left out to less than 2^-22.9 |a b|. power(high) may be 2 power(x); the
+        subnormals that count as 2^-126 are counted apart; what no term holds is below 2^-133.
+        """
+        powers, tiny = self.powers(b), 2.0**-133
+        err = (size * ((1 + 2.0**-6) * after * (self.align + self.cut) + 2.0**-22.9)) @ np.abs(b)
+        err = err + self.align * (1 + 2.0**-4) * 4 * (power @ powers)
+        least = 12 * self.align * self.emin
+        err = err + least * (unit * powers.sum(axis=0) + power.sum(axis=1, keepdims=True))
+        err = err + tiny * (unit * np.abs(b).sum(axis=0) + size.sum(axis=1, keepdims=True))
+        return np.asarray(err)
 
     def growth(self, steps: float) -> float:
         """What so many steps can make of an error, or of a magnitude."""

@@ -145,7 +145,7 @@ def _query_walk(
     """
     i = np.arange(rows.start, rows.stop)
     parts = 2 if plan.numerics.p == "split" else 1
-    if plan.numerics.accumulate == "tensor-core" and parts == 1:
+    if plan.numerics.accumulate == "tensor-core" and parts * product.passes == 1:
         head = product.steps(n_q) + 1
         after = (n_q - 1 - i) // product.length + 2 + heads_after * head
         return after.astype(np.float64), np.zeros(len(i)), head
@@ -192,7 +192,7 @@ def _backward(
 ) -> tuple[_Sum, _Sum, _Sum]:
     """What a block of queries of one head gives to dQ (all of it), dK and dV."""
     f = forward(problem, plan, h, rows, band)
-    product = Product.of(plan.format, plan.arch, plan.step)
+    product = Product.of(plan.format, plan.arch, plan.step, plan.wide)
     rounding = Rounding.of(plan.format, plan.numerics.p == "split")
     q, k, v = operands(problem, h, rows)
     s, p, seen = f.s, f.p, f.s.seen

@@ -53,7 +53,13 @@ def plan_of(
     """A Plan of the current device's arithmetic."""
     pytest.importorskip("cupy")
     arch = planner.RULES[planner.arch_of(compiler.capability())]
-    fields: dict[str, Any] = {**FIXED, "format": dtype, "arch": arch, "tile_n": 64}
+    fields: dict[str, Any] = {
+        **FIXED,
+        "format": dtype,
+        "arch": arch,
+        "tile_n": 64,
+        "stale_limit": 14,
+    }
     plan = Plan(numerics=Numerics.of(numerics), **fields)
     tiles = BackwardPlan(tile_m=32, tile_n=64) if backward is None else backward
     return dataclasses.replace(plan, backward=tiles)

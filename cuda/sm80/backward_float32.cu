@@ -6,14 +6,6 @@
 
 namespace cuflash::sm80 {
 
-struct Strides {
-  i64 batch, head, row;  // in elements; the last axis is contiguous
-
-  __device__ __forceinline__ i64 at(i32 b, i32 h, i32 r = 0) const {
-    return b * batch + h * head + r * row;
-  }
-};
-
 // -- What a row needs once: delta = rowsum(dO O) - dLSE, and LSE in log2 units
 
 struct DeltaParams {
@@ -312,6 +304,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     }
   }
 
+  // Anew, so that it is not kept in registers through the loop.
+  const i32 flat = ptx::block_index() / blocks;
   float* to = kQueries ? params.dq : kValues ? params.dv : params.dk;
   const Strides& strides = kQueries  ? params.dq_strides
                            : kValues ? params.dv_strides
@@ -320,7 +314,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   for (int h = 0; h < 2; ++h) {
     const i32 row = own_row + h * 8;
     if (row >= band.n_q) continue;
-    float* gradient = to + strides.at(batch, head, row) + g * 2;
+    float* gradient = to + strides.at(flat / own_heads, flat % own_heads, row) + g * 2;
 #pragma unroll
     for (int j = 0; j < Second::kCols / 8; ++j) {
       if (j * 8 >= (kValues ? params.d_v : params.d)) continue;

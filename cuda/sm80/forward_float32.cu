@@ -7,10 +7,6 @@
 
 namespace cuflash::sm80 {
 
-struct Strides {
-  i64 batch, head, row;  // in elements; the last axis is contiguous
-};
-
 struct ForwardParams {
   const float *q, *k, *v;
   float *out, *lse;  // lse: (batch, heads, n_q)
@@ -54,13 +50,15 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const Band& band = params.band;
   const i32 blocks = (band.n_q + S::kBlockM - 1) / S::kBlockM;
   const i32 block = blocks - 1 - static_cast<i32>(blockIdx.x % blocks);
-  const i32 flat_head = blockIdx.x / blocks, batch = flat_head / params.heads,
-            head = flat_head % params.heads;
   const i32 first_row = block * S::kBlockM, last_row = min(first_row + S::kBlockM, band.n_q) - 1;
-  const float* q = params.q + batch * params.q_strides.batch + head * params.q_strides.head;
-  const i32 kv_head = head / params.group;
-  const float* k = params.k + batch * params.k_strides.batch + kv_head * params.k_strides.head;
-  const float* v = params.v + batch * params.v_strides.batch + kv_head * params.v_strides.head;
+  const float *q, *k, *v;
+  {
+    const i32 flat_head = blockIdx.x / blocks;
+    const i32 batch = flat_head / params.heads, head = flat_head % params.heads;
+    q = params.q + params.q_strides.at(batch, head);
+    k = params.k + params.k_strides.at(batch, head / params.group);
+    v = params.v + params.v_strides.at(batch, head / params.group);
+  }
 
   // Keys that some row of this CTA sees; others are loaded as zeros, whatever they hold.
   const i32 key_low = band.low(first_row), key_high = band.high(last_row);
@@ -187,6 +185,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     }
   }
 
+  // Anew, so that it is not kept in registers through the loop.
+  const i32 flat_head = ptx::block_index() / blocks;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const i32 row = first_row + warp * 16 + h * 8 + lane / 4;
@@ -199,8 +199,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           __fmul_rn(__fadd_rn(state[h].r, ptx::lg2_approx_ftz(l)), 0.693147182464599609375f);
       params.lse[static_cast<i64>(flat_head) * band.n_q + row] = sees ? lse : negative_infinity();
     }
-    float* out = params.out + batch * params.out_strides.batch + head * params.out_strides.head +
-                 row * params.out_strides.row;
+    float* out =
+        params.out + params.out_strides.at(flat_head / params.heads, flat_head % params.heads, row);
 #pragma unroll
     for (int j = 0; j < S::kDv / 8; ++j) {
       const int column = j * 8 + g * 2;

@@ -10,6 +10,14 @@
 
 namespace cuflash {
 
+struct Strides {
+  i64 batch, head, row;  // in elements; the last axis is contiguous
+
+  __device__ __forceinline__ i64 at(i32 b, i32 h, i32 r = 0) const {
+    return b * batch + h * head + r * row;
+  }
+};
+
 // Terms of A and B in the order of their products.
 constexpr int kProducts = 6;
 __host__ __device__ constexpr int term_of_a(int product) {
@@ -189,7 +197,7 @@ __device__ __forceinline__ void product(Rows<TB::kRows / 8>& d, u32 a_tile, u32 
   for (int n = 0; n < kProducts; ++n) {
     const u32 a_term = a_tile + (kSwapped ? term_of_b(n) : term_of_a(n)) * TA::kBytes;
     const u32 b_term = b_tile + (kSwapped ? term_of_a(n) : term_of_b(n)) * TB::kBytes;
-#pragma unroll
+#pragma unroll 4
     for (int kk = 0; kk < TA::kCols; kk += 16) {
       u32 a[4];
       ptx::ldmatrix_x4(a, a_address<TA>(a_term, warp * 16, kk));
@@ -238,6 +246,8 @@ __device__ __forceinline__ void add_product(Rows<T::kCols / 8>& acc, const Terms
 #pragma unroll
   for (int j = 0; j < T::kCols / 8; j += kWidth) {
     float d[kWidth][4] = {};
+    // Loads of the next columns must not move up: accumulators would leave the registers.
+    __syncwarp();
 #pragma unroll
     for (int n = 0; n < kProducts; ++n) {
 #pragma unroll
