@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # The standing GPU run: tests that need a GPU, the recorded bits, speed. Results go to bench/results/.
 #
-#     bash bench/gpu.sh [tests|golden|speed ...]     (all without an argument)
+#     bash bench/gpu.sh [tests|golden|sanitizer|speed ...]     (all without an argument)
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p bench/results
-parts="${*:-tests golden speed}"
+parts="${*:-tests golden sanitizer speed}"
 status=0
 
 tests() {
@@ -31,6 +31,16 @@ with np.load(sys.argv[1]) as a, np.load("tests/golden/cuflash_h200.npz") as b:
 print(f"golden bits: {len(wrong)} of {len(b.files)} arrays differ", *wrong)
 sys.exit(bool(wrong))
 PY
+}
+
+sanitizer() {
+  # compute-sanitizer over forward and backward of every recorded problem: 0 findings.
+  local tool
+  for tool in memcheck racecheck synccheck initcheck; do
+    echo "-- $tool"
+    compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 5 \
+      python3 bench/record_golden.py /dev/shm/sanitized.npz 2>&1 | tail -6 || return 1
+  done
 }
 
 speed() {

@@ -3,7 +3,8 @@ kernels.
 
     python bench/sm80_backward.py [--rounds 5]
 
-As bench/sm80_forward.py; TFLOP/s by 2.5 times the forward's operations, all kernels of the backward
+As bench/sm80_forward.py, but PyTorch's gradients cannot be captured in a graph and are called one
+after the other; TFLOP/s by 2.5 times the forward's operations, all kernels of the backward
 included. Ours is deterministic; the peers' add with atomics.
 """
 
@@ -23,8 +24,8 @@ from bench.sm80_forward import (
     COLUMNS,
     TOKENS,
     attention_of_torch,
+    called_torch,
     captured_cupy,
-    captured_torch,
     interleaved,
 )
 
@@ -50,7 +51,7 @@ def measure(d: int, n: int, causal: bool, rounds: int) -> dict[str, Any]:
         ("fa2", SDPBackend.FLASH_ATTENTION),
         ("cudnn", SDPBackend.CUDNN_ATTENTION),
     ):
-        runs[name] = captured_torch(_gradient_of_torch(q, k, v, dout, causal, backend))
+        runs[name] = called_torch(_gradient_of_torch(q, k, v, dout, causal, backend))
     flop = 10 * batch * heads * n * n * d / (2 if causal else 1)
     return interleaved(runs, flop, rounds)
 

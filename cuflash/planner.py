@@ -21,7 +21,7 @@ RULES = {
 #: Keys per tile, by kernel family and head dimension. sm80: what leaves S beside O within 255
 #: registers a thread, and Q, K and V within the 99 kB of shared memory that sm_86, sm_89 and sm_120
 #: give a block.
-TILE_N: dict[str, dict[int, int]] = {"sm80": {64: 96, 256: 64}}
+TILE_N: dict[str, dict[int, int]] = {"sm80": {64: 96, 112: 64, 128: 48, 256: 64}}
 #: Tiles of the backward (queries, keys) by head dimension, for the same reasons; registers hold dK
 #: and dV as well.
 BACKWARD: dict[str, dict[int, tuple[int, int]]] = {"sm80": {128: (32, 64), 256: (32, 32)}}

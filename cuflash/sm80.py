@@ -13,6 +13,7 @@ import numpy as np
 
 from cuflash.compiler import capability, compile_kernel, load
 from cuflash.launch import Instantiation
+from cuflash.planner import TILE_N
 from cuflash.problem import GpuProblem, element_strides
 from emulation.flash import constants, machine_of
 from emulation.plan import Plan
@@ -200,5 +201,6 @@ def instantiations() -> Iterable[Instantiation]:
     yield from sm80_float32().instantiations()
     for plan in (Plan(format="bfloat16"), Plan(format="float16")):
         for d in (32, 64, 80, 96, 128, 192, 256):
-            tiled = dataclasses.replace(plan, tile_n=96 if d <= 64 else 64)
+            tile_n = next(tile for width, tile in TILE_N["sm80"].items() if d <= width)
+            tiled = dataclasses.replace(plan, tile_n=tile_n)
             yield forward_instantiation(tiled, d, d, softcap=False)

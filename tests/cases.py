@@ -26,6 +26,7 @@ NUMERICS: dict[str, tuple[str, ...]] = {
 FIELDS: dict[str, tuple[Any, ...]] = {
     "arch": ("sm80", "sm90", "sm100"),
     "step": (None, 4, 8, 12),
+    "wide": ("split", "fma"),
     "tile_n": (16, 32, 48),
     "direction": ("right-to-left", "left-to-right"),
     "score": ("guarded", "fused", "unfused"),

@@ -387,7 +387,9 @@ def test_errors_on_the_gpu(
 
 
 @pytest.mark.parametrize("arch", planner.RULES)
-@pytest.mark.parametrize(("d", "tile_n"), [(8, 64), (64, 64), (128, 64), (136, 32), (256, 32)])
+@pytest.mark.parametrize(
+    ("d", "tile_n"), [(8, 96), (64, 96), (72, 64), (128, 48), (136, 64), (256, 64)]
+)
 def test_plan_of_the_sm80_kernels(
     launcher: fake_cupy.Launcher, arch: str, d: int, tile_n: int
 ) -> None:

@@ -338,8 +338,10 @@ __global__ void __launch_bounds__(kThreads, 1)
         w[i][0] = __fmul_rn(w[i][0], alpha[i]);
       }
     }
-    if (masked) {
-      if (zero_nonfinite<Half, typename S::V, kThreads>(shared + (v_tile - q_tile))) *found = 1;
+    char* v_bytes = shared + (v_tile - q_tile);
+    if (masked && __syncthreads_or(holds_nonfinite<Half, typename S::V, kThreads>(v_bytes))) {
+      zero_nonfinite<Half, typename S::V, kThreads>(v_bytes);
+      *found = 1;
       __syncthreads();
     }
     if constexpr (A::kPromoted) {
@@ -349,16 +351,18 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
 
+  // O in halves leaves through this warp's rows of Q in shared memory, in whole 16-byte pieces.
+  constexpr bool kStaged = !kFloatOut && S::kDv <= S::kD;
   const i32 flat_head = ptx::block_index() / blocks;
   const i32 out_batch = flat_head / params.heads, out_head = flat_head % params.heads;
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     const i32 row = row_of(i);
     const float l = quad_sum(state[i].l);
-    if (row >= band.n_q) continue;
+    if (!kStaged && row >= band.n_q) continue;
     const bool sees = band.high(row) > band.low(row);
     const float inverse = sees ? __frcp_rn(A::kRoundedSum ? w[i][0] : l) : 0.0f;
-    if (g == 0) {
+    if (g == 0 && row < band.n_q) {
       const float lse =
           __fmul_rn(__fadd_rn(state[i].r, ptx::lg2_approx_ftz(l)), 0.693147182464599609375f);
       params.lse[static_cast<i64>(flat_head) * band.n_q + row] = sees ? lse : negative_infinity();
@@ -368,7 +372,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
     for (int j = 0; j < S::kDv / 8; ++j) {
       const int column = j * 8 + g * 2;
-      if (column >= params.d_v) continue;
+      if (!kStaged && column >= params.d_v) continue;
       const float x = sees ? __fmul_rn(o[i][j][0], inverse) : 0.0f;
       const float y = sees ? __fmul_rn(o[i][j][1], inverse) : 0.0f;
       if constexpr (kFloatOut) {
@@ -377,11 +381,30 @@ __global__ void __launch_bounds__(kThreads, 1)
         out[1] = y;
       } else {
         const u32 packed = Half::pack(x, y);
-        *reinterpret_cast<u32*>(static_cast<u16*>(params.out) + at + column) = packed;
-        if (params.rest != nullptr) {
+        if constexpr (kStaged) {
+          *reinterpret_cast<u32*>(shared + (row - first_row) * S::Q::kPitch + column * 2) = packed;
+        } else {
+          *reinterpret_cast<u32*>(static_cast<u16*>(params.out) + at + column) = packed;
+        }
+        if (params.rest != nullptr && row < band.n_q && column < params.d_v) {
           *reinterpret_cast<u32*>(params.rest + rest_at + column) = pack_rest<Half>(x, y, packed);
         }
       }
+    }
+  }
+  if constexpr (kStaged) {
+    __syncwarp();
+    constexpr int kChunks = S::kDv / 8;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 4
+    for (int i = lane; i < S::kMmaRows * 16 * kChunks; i += 32) {
+      const int chunk = i % kChunks, local = i / kChunks / 16 * 64 + warp * 16 + i / kChunks % 16;
+      const i32 row = first_row + local;
+      if (row >= band.n_q || chunk * 8 >= params.d_v) continue;
+      u16* out =
+          static_cast<u16*>(params.out) + offset(params.out_strides, out_batch, out_head, row);
+      *reinterpret_cast<uint4*>(out + chunk * 8) =
+          *reinterpret_cast<const uint4*>(shared + local * S::Q::kPitch + chunk * 16);
     }
   }
   __syncthreads();

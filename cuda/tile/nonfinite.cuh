@@ -40,11 +40,28 @@ __device__ __forceinline__ bool sanitise(char* tile, u16* map) {
   return found;
 }
 
-// The same without a map: NaN and Inf become 0; true if there were any.
+// Whether this thread's share of a tile holds NaN or Inf: an exponent of all ones carries into the
+// sign's place.
 template <class Half, class T, int kThreads>
-__device__ __forceinline__ bool zero_nonfinite(char* tile) {
+__device__ __forceinline__ bool holds_nonfinite(const char* tile) {
   constexpr int kChunks = T::kCols / 8;
-  bool found = false;
+  constexpr u32 kExponents = Half::kExponent << 16 | Half::kExponent;
+  constexpr u32 kOneMore = (Half::kExponent & (0u - Half::kExponent)) * 0x10001u;
+  u32 carries = 0;
+#pragma unroll 4
+  for (int i = ptx::thread_index(); i < T::kRows * kChunks; i += kThreads) {
+    const uint4 x =
+        *reinterpret_cast<const uint4*>(tile + i / kChunks * T::kPitch + i % kChunks * 16);
+    carries |= ((x.x & kExponents) + kOneMore) | ((x.y & kExponents) + kOneMore);
+    carries |= ((x.z & kExponents) + kOneMore) | ((x.w & kExponents) + kOneMore);
+  }
+  return (carries & 0x80008000u) != 0;
+}
+
+// NaN and Inf of this thread's share become 0.
+template <class Half, class T, int kThreads>
+__device__ __forceinline__ void zero_nonfinite(char* tile) {
+  constexpr int kChunks = T::kCols / 8;
 #pragma unroll 1
   for (int i = ptx::thread_index(); i < T::kRows * kChunks * 4; i += kThreads) {
     u32* pair = reinterpret_cast<u32*>(tile + i / 4 / kChunks * T::kPitch + i / 4 % kChunks * 16 +
@@ -53,11 +70,8 @@ __device__ __forceinline__ bool zero_nonfinite(char* tile) {
     u32 y = x;
     if ((x & Half::kExponent) == Half::kExponent) y &= 0xffff0000u;
     if ((x >> 16 & Half::kExponent) == Half::kExponent) y &= 0x0000ffffu;
-    if (x == y) continue;
-    *pair = y;
-    found = true;
+    if (x != y) *pair = y;
   }
-  return found;
 }
 
 }  // namespace cuflash
