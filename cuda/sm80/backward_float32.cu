@@ -138,28 +138,30 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     return (kQueries && params.descending ? tile_begin + tiles - 1 - tile : tile_begin + tile) *
            kTile;
   };
-  auto load = [&](auto which, const float* from, const Strides& strides, i32 step, i32 columns) {
-    load_raw<decltype(which), kThreads>(raw, from + strides.at(batch, other_head_of(step)),
-                                        strides.row, start_of(step), low, high, columns);
-    ptx::cp_async_commit();
+  auto other = [&](const float* from, const Strides& strides, i32 step) {
+    return from + strides.at(batch, other_head_of(step));
   };
   auto load_first = [&](i32 step) {
-    if constexpr (kQueries) {
-      load(First(), params.v, params.v_strides, step, params.d_v);
-    } else if constexpr (kValues) {
-      load(First(), params.q, params.q_strides, step, params.d);
-    } else {
-      load(First(), params.dout, params.dout_strides, step, params.d_v);
-    }
+    const float* from = kQueries  ? other(params.v, params.v_strides, step)
+                        : kValues ? other(params.q, params.q_strides, step)
+                                  : other(params.dout, params.dout_strides, step);
+    const i64 row = kQueries  ? params.v_strides.row
+                    : kValues ? params.q_strides.row
+                              : params.dout_strides.row;
+    const i32 columns = kValues ? params.d : params.d_v;
+    load_raw<First, kThreads>(raw, from, row, start_of(step), low, high, columns);
+    ptx::cp_async_commit();
   };
   auto load_second = [&](i32 step) {
-    if constexpr (kQueries) {
-      load(Second(), params.k, params.k_strides, step, params.d);
-    } else if constexpr (kValues) {
-      load(Second(), params.dout, params.dout_strides, step, params.d_v);
-    } else {
-      load(Second(), params.q, params.q_strides, step, params.d);
-    }
+    const float* from = kQueries  ? other(params.k, params.k_strides, step)
+                        : kValues ? other(params.dout, params.dout_strides, step)
+                                  : other(params.q, params.q_strides, step);
+    const i64 row = kQueries  ? params.k_strides.row
+                    : kValues ? params.dout_strides.row
+                              : params.q_strides.row;
+    const i32 columns = kValues ? params.d_v : params.d;
+    load_raw<Second, kThreads>(raw, from, row, start_of(step), low, high, columns);
+    ptx::cp_async_commit();
   };
   // Waits for this thread's pieces, and until all have read the operand before. Once split, the
   // pieces make room.
