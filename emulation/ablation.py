@@ -8,9 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from emulation.attribution import flash_plan_of, track_forward, tracking_machine
+from emulation.attribution import (
+    check_algorithm,
+    explainable,
+    flash_plan_of,
+    track_forward,
+    tracking_machine,
+)
 from emulation.plan import Numerics, Plan
-from emulation.problem import Problem
 from emulation.sources import GROUPS, SOURCES
 from emulation.tracking import F64
 
@@ -39,7 +44,8 @@ def shapley(
     >>> max(parts, key=lambda g: float(np.abs(parts[g]).max())) in parts
     True
     """
-    problem = Problem.of(q, k, v, **options)
+    check_algorithm(algorithm)
+    problem = explainable(q, k, v, **options)
     used = flash_plan_of(problem, plan, numerics, state) if algorithm == "flash" else None
     shape = (*problem.lead, problem.n_q, problem.d_v)
 

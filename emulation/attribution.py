@@ -25,7 +25,7 @@ from emulation.backward import (
     flash_backward,
     standard_backward,
 )
-from emulation.contributions import Attribution, assemble, with_parts
+from emulation.contributions import EXPECTED_RESIDUAL, Attribution, assemble, with_parts
 from emulation.flash import Forward, constants, flash_rows, resolve_plan, row_blocks
 from emulation.plan import Numerics, Plan, default_plan
 from emulation.problem import Array, Problem
@@ -34,9 +34,6 @@ from emulation.standard import standard_machine, standard_rows
 from emulation.tracking import F64, Tracked, TrackingMachine
 
 Progress = Callable[[str, float], None]
-
-#: Residuals above this share of the error are explained in the notes.
-EXPECTED_RESIDUAL = 1e-6
 
 
 # -- running the algorithms on the tracking machine
@@ -221,26 +218,16 @@ def attribute(
     >>> bool(a.residual_share < 1e-6), max(a.groups, key=lambda g: a.groups[g].share)
     (True, 'output cast')
     """
-    if algorithm not in ("flash", "standard"):
-        raise ValueError(f"algorithm: got {algorithm!r}, must be 'flash' or 'standard'")
+    check_algorithm(algorithm)
     if against is not None and against not in ("flash", "standard"):
         raise ValueError(f"against: got {against!r}, must be 'flash', 'standard' or None")
-    problem = Problem.of(q, k, v, scale=scale, causal=causal, window=window, softcap=softcap)
-    if not problem.heads or not problem.n_q or not problem.n_k:
-        raise ValueError(f"q: shape {tuple(q.shape)}, k: {tuple(k.shape)}, must not be empty")
-    where = problem.nonfinite()
-    if where is not None:
-        raise ValueError(where)
-    unseen = ~problem.seen_keys()[:, None]
-    if unseen.any():  # what nobody sees may be NaN, and must not meet a 0 in a product
-        k0, v0 = (np.where(unseen, np.zeros((), x.dtype), x) for x in (problem.k, problem.v))
-        problem = dataclasses.replace(problem, k=k0, v=v0)
+    problem = explainable(q, k, v, scale=scale, causal=causal, window=window, softcap=softcap)
     gradients = None if dout is None else check_dout(problem, dout, dlse)
     if dout is None and dlse is not None:
         raise ValueError("dlse: given without dout, must come with it")
     shape = (*problem.lead, problem.n_q, problem.d_v)
-    if observed is not None and tuple(np.shape(observed)) != shape:
-        raise ValueError(f"observed: shape {tuple(np.shape(observed))}, must be {shape}")
+    if observed is not None:
+        observed = _checked_observed(observed, shape)
     flash_plan = flash_plan_of(problem, plan, numerics, state)
     exact = _Exact.of(problem, gradients)
 
@@ -250,6 +237,43 @@ def attribute(
 
     result = run(algorithm, observed)
     return result if against is None else result - run(against, None)
+
+
+def check_algorithm(algorithm: Any) -> None:
+    """ValueError unless it is one of the two."""
+    if algorithm not in ("flash", "standard"):
+        raise ValueError(f"algorithm: got {algorithm!r}, must be 'flash' or 'standard'")
+
+
+def explainable(q: Any, k: Any, v: Any, **options: Any) -> Problem:
+    """A problem whose error can be explained: not empty, and finite wherever a query looks."""
+    problem = Problem.of(q, k, v, **options)
+    if not problem.heads or not problem.n_q or not problem.n_k:
+        raise ValueError(f"q: shape {tuple(q.shape)}, k: {tuple(k.shape)}, must not be empty")
+    where = problem.nonfinite()
+    if where is not None:
+        raise ValueError(where)
+    unseen = ~problem.seen_keys()[:, None]
+    if not unseen.any():
+        return problem
+    # What nobody sees may be NaN, and must not meet a 0 in a product.
+    k0, v0 = (np.where(unseen, np.zeros((), x.dtype), x) for x in (problem.k, problem.v))
+    return dataclasses.replace(problem, k=k0, v=v0)
+
+
+def _checked_observed(observed: Any, shape: tuple[int, ...]) -> F64:
+    """Somebody's output as float64."""
+    try:
+        wide = np.asarray(observed).astype(np.float64)
+    except (TypeError, ValueError):
+        raise TypeError("observed: not an array of numbers, must be one like out") from None
+    if wide.shape != shape:
+        raise ValueError(f"observed: shape {wide.shape}, must be {shape}")
+    bad = np.argwhere(~np.isfinite(wide))
+    if len(bad):
+        at = tuple(int(i) for i in bad[0])
+        raise ValueError(f"observed: {wide[at]} at {at}, must be finite")
+    return wide
 
 
 def flash_plan_of(
@@ -345,7 +369,7 @@ def _attribute_one(
         value, errors = _stack(nodes, shape)
         foreign = 0
         if output == "out" and observed is not None:
-            given = np.asarray(observed, np.float32).astype(np.float64).reshape(shape)
+            given = observed.reshape(shape)
             foreign = int(np.count_nonzero(given != value))
             value = given
         common: dict[str, Any] = {

@@ -252,6 +252,9 @@ def standard_backward(
         dv = m.zeros(lo, (problem.n_k, problem.d_v))
         for h in range(g * problem.group, (g + 1) * problem.group):
             stored, dq_blocks = saved.p(h), []
+            if problem.n_k == 0:
+                result.dq_wide.append(m.zeros(lo, (problem.n_q, problem.d)))
+                continue
             for block in row_blocks(problem.n_q):
                 seen = visible(columns, lo[block], hi[block])
                 q, do = m.input(problem.q[h, block]), m.input(dout[h, block])

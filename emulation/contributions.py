@@ -14,6 +14,9 @@ from emulation.problem import Array
 from emulation.sources import GROUPS, SOURCES
 from emulation.tracking import F64
 
+#: Residuals above this share of the error are explained in the notes and in the verdict.
+EXPECTED_RESIDUAL = 1e-6
+
 
 @dataclass(frozen=True, eq=False)
 class Contribution:
@@ -86,6 +89,8 @@ class Attribution:
                 f"other: {other.output} of shape {other.observed.shape}, must be "
                 f"{self.output} of shape {self.observed.shape}"
             )
+        if not np.array_equal(self.exact, other.exact):
+            raise ValueError("other: explains other inputs, must have the same exact values")
         before = None
         if self.before_cast is not None and other.before_cast is not None:
             before = self.before_cast - other.before_cast
@@ -113,11 +118,16 @@ class Attribution:
         return with_parts(difference, parts)
 
     def verdict(self) -> str:
-        """The groups in one line, largest first: "P rounding 41.2 %, output cast 58.7 %, rescale
-        0.003 %".
+        """The groups in one line, largest first: "output cast 58.7 %, P rounding 41.2 %, ..."; and
+        what none accounts for, where that is more than a millionth of the error.
         """
         ranked = sorted(self.groups.values(), key=lambda g: -abs(g.share))
-        return ", ".join(f"{g.name} {_percent(g.share)}" for g in ranked)
+        parts = [f"{g.name} {_percent(g.share)}" for g in ranked]
+        if self.residual_share > EXPECTED_RESIDUAL:
+            energy = float(np.vdot(self.error, self.error))
+            rest = float(np.vdot(self.residual, self.error)) / energy
+            parts.append(f"unaccounted for {_percent(rest)}")
+        return ", ".join(parts)
 
     def to_markdown(self) -> str:
         """Tables for a terminal or a Markdown file."""

@@ -29,7 +29,33 @@ GRAIN = 1 << 18
 COLUMNS = 256
 NEVER = -(1 << 14)  #: exponent of a zero: below every sum of exponents
 
-_jit = numba.njit(nogil=True, cache=True, error_model="numpy")
+
+_config: Any = numba.config
+
+
+def _cache_dir() -> str:
+    """Where compiled code is kept: the user's cache, not the package, whose folder pip could not
+    remove any more. Empty, numba's word for its own choice, if the directory is not the user's
+    alone: numba runs what it finds there.
+    """
+    if _config.CACHE_DIR:
+        return str(_config.CACHE_DIR)
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    path = os.path.join(
+        os.environ.get("CUFLASH_CACHE_DIR") or os.path.join(base, "cuflash"), "numba"
+    )
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        found = os.stat(path)
+    except OSError:
+        return ""
+    private = found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return path if private and os.access(path, os.W_OK) else ""
+
+
+# numba reads its setting when a function is decorated; it is put back at the end of this file.
+_others, _config.CACHE_DIR = _config.CACHE_DIR, _cache_dir()
+_jit = numba.njit(nogil=True, cache=bool(_config.CACHE_DIR), error_model="numpy")
 
 
 def _split(rows: int, cost: int, task: Callable[[int, int], None]) -> None:
@@ -376,3 +402,6 @@ def _mma_page(a: Any, b: Any, d: Any, s: Step) -> None:
     _split(
         len(a), bt.size, lambda lo, hi: _mma_kernel(a[lo:hi], ea[lo:hi], bt, ebt, d[lo:hi], *rest)
     )
+
+
+_config.CACHE_DIR = _others

@@ -41,10 +41,10 @@ class Numerics:
     'input'
     """
 
-    #: What is subtracted from a score before exp2, and so what every rescale multiplies by. "row-
-    #: max": the running max (FlashAttention). "power-of-two": that, rounded up to an integer in
-    #: log2 units, so that rescaling rounds nothing. "stale": that of the row's first
-    #: visible tile, moved up by an integer only when a tile's row sum shows that it must be.
+    #: What is subtracted from a score before exp2, and so what every rescale multiplies by.
+    #: "row-max": the running max (FlashAttention). "power-of-two": that, rounded up to an integer
+    #: in log2 units, so that rescaling rounds nothing (short of underflow). "stale": that of the
+    #: row's first visible tile, moved up by an integer only when a tile's sum shows the need.
     #: "lazy": the running max, followed only when it grew by more than 8 in log2. "tie-safe":
     #: lifted to the next integer in log2 when several scores tie at the max, so that no P is
     #: exactly 1. "final": the exact max, found in a first pass.
@@ -156,7 +156,7 @@ class Plan:
     #: "c ln2": fma(m, rn(c ln2), w); "reference": fma(r, ln2, w).
     lse: Literal["sum", "scale", "c ln2", "reference"] = "sum"
     #: "stale" moves the reference when a lane's sum of a tile exceeds 2 ** stale_limit.
-    stale_limit: int = 30
+    stale_limit: int = 14
     #: Format kept between steps. Kernels keep float32; the half formats show what an all-half chain
     #: would do.
     state: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -176,6 +176,8 @@ class Plan:
                 raise ValueError(
                     f'plan.lse: got {self.lse!r}, must be "sum" or "reference" with {reference!r}'
                 )
+        if isinstance(self.stale_limit, bool) or not isinstance(self.stale_limit, int):
+            raise TypeError(f"plan.stale_limit: got {self.stale_limit!r}, must be an integer")
         most = 14 if self.format == "float16" else 60
         if reference == "stale" and not 0 < self.stale_limit <= most:
             raise ValueError(
@@ -193,15 +195,23 @@ class Plan:
     @staticmethod
     def from_json(data: dict[str, Any] | str) -> Plan:
         """A Plan from the dict of `to_json`, or its JSON text. Unknown fields raise ValueError."""
-        fields = dict(json.loads(data)) if isinstance(data, str) else dict(data)
+        try:
+            fields = json.loads(data) if isinstance(data, str) else data
+        except json.JSONDecodeError as error:
+            raise ValueError(f"plan: not JSON ({error}), must be the text of to_json") from None
+        if not isinstance(fields, dict):
+            raise TypeError(f"plan: got {type(fields).__name__}, must be a dict of fields")
+        fields = dict(fields)
         known = [f.name for f in dataclasses.fields(Plan)]
         for name in fields:
             if name not in known:
                 raise ValueError(f"plan: unknown field {name!r}, must be one of {', '.join(known)}")
+        backward = dict(fields.pop("backward", {}))
+        for name in backward:
+            if name not in {f.name for f in dataclasses.fields(BackwardPlan)}:
+                raise ValueError(f"plan.backward: unknown field {name!r}")
         numerics = Numerics.of(fields.pop("numerics", None))
-        return Plan(
-            numerics=numerics, backward=BackwardPlan(**fields.pop("backward", {})), **fields
-        )
+        return Plan(numerics=numerics, backward=BackwardPlan(**backward), **fields)
 
     def __str__(self) -> str:
         lines = []
@@ -263,5 +273,6 @@ def _default_float32(width: int, numerics: Numerics | dict[str, Any] | None) -> 
         format="float32",
         tile_n=tile,
         rounded_sum="lanes",
+        stale_limit=30,
         backward=BackwardPlan(tile_m=tile, tile_n=tile),
     )

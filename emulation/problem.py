@@ -51,7 +51,10 @@ def _check_array(name: str, x: Any) -> None:
 def _check_number(name: str, x: Any) -> float:
     if isinstance(x, bool) or not isinstance(x, numbers.Real | np.number):
         raise TypeError(f"{name}: got {x!r}, must be a positive finite number")
-    value = float(x)
+    try:
+        value = float(x)
+    except OverflowError:
+        value = math.inf
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{name}: got {x!r}, must be a positive finite number")
     return value
@@ -59,6 +62,8 @@ def _check_number(name: str, x: Any) -> float:
 
 def check_causal(causal: Any) -> Literal[False, "bottom-right", "top-left"]:
     """False, or the alignment of the diagonal (True means "bottom-right")."""
+    if not isinstance(causal, bool | np.bool_ | str):
+        raise TypeError(f'causal: got {causal!r}, must be a bool, "bottom-right" or "top-left"')
     if causal is False or (isinstance(causal, np.bool_) and not causal):
         return False
     if causal is True or isinstance(causal, np.bool_) or causal == "bottom-right":
@@ -85,7 +90,7 @@ def check_window(window: Any) -> Window | None:
             )
         if value < 0:
             raise ValueError(f"window: {side} is {value}, must be >= 0 (None is unbounded)")
-        sides.append(int(value))
+        sides.append(min(int(value), 2**31 - 1))  # further than any key
     return None if sides == [None, None] else (sides[0], sides[1])
 
 
@@ -123,7 +128,7 @@ class Problem:
         """Check and flatten.
 
         >>> p = Problem.of(*[np.zeros((2, 6, 5, 8), np.float16)] * 3, causal=True)
-        >>> p.q.shape, p.lead, p.scale == 8**-0.5
+        >>> p.q.shape, p.lead, p.scale == 1 / math.sqrt(8)
         ((12, 5, 8), (2, 6), True)
         """
         for name, x in (("q", q), ("k", k), ("v", v)):

@@ -212,12 +212,14 @@ def mma(
     (1.0, 1.000000223517418)
     """
     f = _operand_format(a, b, fmt)
+    if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
+        raise TypeError(f"step: got {step!r}, must be an integer or None")
     s = Step.of(_lookup(arch), f, step, out)
     xp = namespace(a)
     m, n, k = _check_shapes(a, b, c)
     lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2], () if c is None else c.shape[:-2])
-    if c is not None:
-        c = xp.asarray(c, dtype=np.float32)
+    if c is not None and c.dtype != np.float32:
+        raise TypeError(f"c: dtype {c.dtype}, must be float32")
     if f == TF32:
         a, b = _truncate_tf32(a), _truncate_tf32(b)
     if c is None or k == 0:
@@ -242,6 +244,8 @@ def _operand_format(a: Any, b: Any, fmt: Any) -> Format:
     """The common format of the operands."""
     found = []
     for name, x in (("a", a), ("b", b)):
+        if not hasattr(x, "dtype"):
+            raise TypeError(f"{name}: got {type(x).__name__}, must be an array")
         dtype = format_of(x.dtype)
         if dtype == FLOAT32:
             if fmt is None:

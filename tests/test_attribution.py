@@ -21,7 +21,7 @@ from emulation import (
     plan_of,
     shapley,
 )
-from emulation.attribution import EXPECTED_RESIDUAL
+from emulation.contributions import EXPECTED_RESIDUAL
 from emulation.problem import Array, numpy_dtype
 from emulation.samples import KINDS, capture, sample
 from emulation.sources import GROUPS, SOURCES
@@ -112,7 +112,7 @@ def test_every_numerics_value_closes(numerics: dict[str, str]) -> None:
     assert_closes(attribute(q, k, v, dout=dout, plan=plan))
 
 
-@pytest.mark.parametrize("reference", ["power-of-two", "final"])
+@pytest.mark.parametrize("reference", ["power-of-two", "final", "stale"])
 def test_exact_rescale_contributes_nothing(reference: str) -> None:
     """An article's question: with rescaling by powers of two the rescale group is exactly zero."""
     q, k, v = sample("rising", n=300, d=64, dtype="bfloat16")
@@ -219,6 +219,42 @@ def test_bad_arguments(options: dict[str, Any], error: type[Exception], message:
     x = np.ones((4, 8), np.float16)
     with pytest.raises(error, match=message):
         attribute(x, x, x, **options)
+
+
+def test_bad_observations() -> None:
+    x = np.ones((4, 8), np.float16)
+    with pytest.raises(ValueError, match=r"observed: nan at \(1, 2\), must be finite"):
+        attribute(x, x, x, observed=np.where(np.arange(32).reshape(4, 8) == 10, np.nan, 1.0))
+    with pytest.raises(TypeError, match="observed: not an array of numbers"):
+        attribute(x, x, x, observed=np.full((4, 8), "one"))
+
+
+def test_verdict_says_what_is_unaccounted_for() -> None:
+    q, k, v = sample("normal", n=64, d=64, dtype="bfloat16")
+    assert "unaccounted" not in attribute(q, k, v).verdict()
+    foreign = flash(q, k, v, plan=plan_of("cudnn", q, k, v))[0]
+    assert "unaccounted for" in attribute(q, k, v, observed=foreign).verdict()
+
+
+def test_differences_are_of_one_problem() -> None:
+    q, k, v = sample("normal", n=32, d=16)
+    with pytest.raises(ValueError, match="other: explains other inputs"):
+        _ = attribute(q, k, v) - attribute(q * 2, k, v)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"algorithm": "flsh"}, "algorithm: got 'flsh'"),
+        ({"v": np.full((4, 8), np.nan, np.float16)}, "v: nan at"),
+        ({"q": np.ones((0, 8), np.float16)}, "must not be empty"),
+    ],
+    ids=str,
+)
+def test_shapley_refuses_what_attribute_refuses(changed: dict[str, Any], message: str) -> None:
+    x = np.ones((4, 8), np.float16)
+    with pytest.raises(ValueError, match=message):
+        shapley(**({"q": x, "k": x, "v": x} | changed))
 
 
 def test_bad_values() -> None:

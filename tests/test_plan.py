@@ -37,6 +37,18 @@ def test_unknown_numerics_field() -> None:
         ({"tile_n": 0}, r"plan\.tile_n: got 0"),
         ({"tile_n": True}, r"plan\.tile_n: got True"),
         ({"state": "float64"}, r"plan\.state: got 'float64'"),
+        (
+            {"numerics": Numerics(reference="stale"), "format": "float16", "stale_limit": 30},
+            r"plan\.stale_limit: got 30, must be 1 to 14 in float16",
+        ),
+        (
+            {"numerics": Numerics(reference="stale"), "alpha": "maxima"},
+            r"plan\.alpha: got 'maxima', must be \"references\" with 'stale'",
+        ),
+        (
+            {"numerics": Numerics(reference="power-of-two"), "lse": "scale"},
+            r"plan\.lse: got 'scale', must be \"sum\" or \"reference\" with 'power-of-two'",
+        ),
     ],
 )
 def test_bad_plan_fields(fields: dict[str, Any], message: str) -> None:
@@ -59,6 +71,12 @@ def test_json_round_trip() -> None:
         backward=BackwardPlan(tile_m=32, dq_order="descending"),
     )
     assert Plan.from_json(json.dumps(plan.to_json())) == plan
+    with pytest.raises(ValueError, match="plan: not JSON"):
+        Plan.from_json("{")
+    with pytest.raises(TypeError, match="plan: got list"):
+        Plan.from_json("[1]")
+    with pytest.raises(ValueError, match=r"plan\.backward: unknown field 'warps'"):
+        Plan.from_json({"backward": {"warps": 4}})
     with pytest.raises(ValueError, match="plan: unknown field 'warps'"):
         Plan.from_json({"warps": 4})
 
