@@ -22,7 +22,7 @@ from emulation.report.files import OutputFile
 from emulation.report.inputs import InputError
 from emulation.report.progress import Progress
 from emulation.report.text import printable, rms
-from emulation.report.work import FORMATS, MAX_PAIRS, Work, prepare, said
+from emulation.report.work import FORMATS, MAX_SCORES, Work, prepare, said
 
 if TYPE_CHECKING:
     from emulation.contributions import Attribution
@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 WIDE = 108
 """Columns that the table needs with its column of groups."""
 
-SWEEP_ROWS, SWEEP_TILES = 256, (32, 64, 128, 256, 512)
+SWEEP_ROWS, SWEEP_TILES, SWEEP_SCORES = 256, (32, 64, 128, 256, 512), 4_000_000
+
+SECONDS = {"flash": 1.1e-6, "standard": 0.5e-6}
+"""Of a score, with 64 columns and without gradients, on one core."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -44,10 +47,8 @@ class _Parser(argparse.ArgumentParser):
             r"argument (\S+): invalid choice: '?(.*?)'? \(choose from (.*)\)", message, re.S
         )
         if choice:
-            raise InputError(f"{choice[1]}: {choice[2]}: must be {choice[3].replace(chr(39), '')}")
-        unknown = re.fullmatch(r"unrecognized arguments: (.*)", message, re.S)
-        if unknown:
-            raise InputError(f"arguments: {unknown[1]}: not known, see {self.prog} --help")
+            known = choice[3].replace(chr(39), "")
+            raise InputError(f"{choice[1]}: {choice[2] or 'empty'}: must be one of {known}")
         raise InputError(message.removeprefix("argument "))
 
 
@@ -106,7 +107,8 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     add(
         "--dtype",
         choices=tuple(FORMATS),
-        help="format that q, k and v are rounded to (default: the file's)",
+        help="format that q, k and v are rounded to, which the report then says (default: the "
+        "file's own, float32 for float64)",
     )
     mask = parser.add_mutually_exclusive_group()
     mask.add_argument(
@@ -123,33 +125,55 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     add("--window", type=_window, metavar="L,R", help="keys seen left and right of the diagonal")
     add("--softcap", type=_positive, metavar="X", help="scores become X tanh(score / X)")
     add("--scale", type=_positive, metavar="X", help="factor of q k^T (default: 1 / sqrt(D))")
-    add("--head", type=_heads, metavar="H[,H...]", help="only these heads, counted over the batch")
-    add("--rows", type=_integer(1), metavar="N", help="only the last N queries (not with top-left)")
+    add(
+        "--head",
+        type=_heads,
+        metavar="H[,H...]",
+        help="only these heads, counted over the batch (default: all, or the first where all are "
+        f"over {MAX_SCORES / 1e6:.0f} million scores)",
+    )
+    add(
+        "--rows",
+        type=_integer(1),
+        metavar="N",
+        help="only the last N queries, not with top-left (default: all, or as many as are "
+        f"{MAX_SCORES / 1e6:.0f} million scores)",
+    )
     add(
         "--numerics",
         nargs="+",
         action="extend",
         default=[],
         metavar="FIELD=VALUE",
-        help="choices of arithmetic, such as reference=row-max row_sum=unrounded",
+        help="choices of arithmetic of flash, such as reference=row-max row_sum=unrounded",
     )
     add(
         "--state",
         choices=("float32", "bfloat16", "float16"),
-        help="format kept between the steps of --algorithm standard (default: float32)",
+        help="format kept between the steps, of both algorithms with --against (default: float32)",
     )
-    add("--algorithm", choices=("flash", "standard"), default="flash")
+    add(
+        "--algorithm",
+        choices=("flash", "standard"),
+        default="flash",
+        help="what is reported (default: flash)",
+    )
     add(
         "--against",
         choices=("flash", "standard"),
-        help="report the difference to this algorithm instead",
+        help="report the difference instead: --algorithm minus this one",
     )
     add(
         "--backward",
         action="store_true",
         help="also the gradients, for dout of the file or a normal one",
     )
-    add("--seed", type=_integer(0), default=0, metavar="N", help="of the normal dout (default: 0)")
+    add(
+        "--seed",
+        type=_integer(0),
+        metavar="N",
+        help="of the normal dout of --backward (default: 0)",
+    )
     add("-o", "--output", default="report.html", metavar="FILE", help="HTML (default: report.html)")
     add("--no-html", action="store_true", help="write no HTML")
     add("--json", metavar="FILE", help="also write JSON")
@@ -216,8 +240,10 @@ def _sweep(
     if found.plan is None or not tiled or work.observed is not None or not work.bottom_right:
         return None
     cut = dataclasses.replace(work.last_rows(SWEEP_ROWS), dout=None)
-    if cut.pairs > MAX_PAIRS:
+    if cut.cost > SWEEP_SCORES:
         cut = cut.first_head()
+    if cut.cost > SWEEP_SCORES:
+        return None
     n_k = cut.k.shape[-2]
     points = []
     for tile_n in (t for t in SWEEP_TILES if t <= n_k):
@@ -240,6 +266,13 @@ def _stages(args: argparse.Namespace, backward: bool = False) -> int:
     return (2 if args.against else 1) * (2 if backward else 1)
 
 
+def _seconds(work: Work, args: argparse.Namespace, extra: float) -> float:
+    """Roughly what the work takes."""
+    each = sum(SECONDS[a] for a in (args.algorithm, args.against) if a is not None)
+    columns = max(64, work.q.shape[-1], work.v.shape[-1]) / 64
+    return columns * (work.cost * each * (2 if args.backward else 1) + extra * SECONDS["flash"])
+
+
 def _run_report(args: argparse.Namespace, command: str) -> str:
     """Everything of `cuflash report`; returns the Markdown. Raises InputError."""
     from emulation import report
@@ -250,14 +283,19 @@ def _run_report(args: argparse.Namespace, command: str) -> str:
     html = None if args.no_html else OutputFile.check("--output", args.output)
     json = None if args.json is None else OutputFile.check("--json", args.json)
     # A NUL cannot be resolved; reading the input will say so.
-    named = args.input and "\0" not in args.input
+    named = bool(args.input) and "\0" not in args.input
     taken = [os.path.realpath(args.input)] if named else []
     for file in (f for f in (html, json) if f is not None):
         if file.path in taken and not file.direct:
-            raise InputError(f"{file.argument}: {file.path}: must differ from the other files")
+            other = (
+                "INPUT, which is not overwritten" if [file.path] == taken[:named] else "--output"
+            )
+            raise InputError(f"{file.argument}: {file.path}: must differ from {other}")
         taken.append(file.path)
-    if args.state not in (None, "float32") and "standard" not in (args.algorithm, args.against):
-        raise InputError(f"--state: {args.state}: must go with --algorithm standard")
+    if args.numerics and "flash" not in (args.algorithm, args.against):
+        raise InputError(f"--numerics: {' '.join(args.numerics)}: must go with flash")
+    if args.seed is not None and not args.backward:
+        raise InputError(f"--seed: {args.seed}: must go with --backward")
     if args.against == args.algorithm:
         raise InputError(f"--against: {args.against}: must differ from --algorithm")
     if html is not None:
@@ -281,12 +319,13 @@ def _run_report(args: argparse.Namespace, command: str) -> str:
         seed=args.seed,
     )
     sweeping = html is not None or json is not None
-    extra = float(min(work.last_rows(SWEEP_ROWS).pairs, MAX_PAIRS) * len(SWEEP_TILES)) * sweeping
-    cost = float(work.pairs * _stages(args, args.backward))
+    extra = float(min(work.last_rows(SWEEP_ROWS).cost, SWEEP_SCORES) * len(SWEEP_TILES)) * sweeping
+    cost = float(work.cost * _stages(args, args.backward))
     with Progress(cost + extra) as bar:
+        bar.announce(_seconds(work, args, extra))
         progress = bar.part(cost, args.algorithm, _stages(args, args.backward))
         found = _attribute(work, args, numerics=numerics, progress=progress)
-        found = dataclasses.replace(found, notes=(*found.notes, *work.notes))
+        found = dataclasses.replace(found, notes=(*work.notes, *found.notes))
         sweep = _sweep(found, work, args, bar, extra) if sweeping else None
     shown = _options(work, args)
     if json is not None:
@@ -318,7 +357,7 @@ def _options(work: Work, args: argparse.Namespace) -> dict[str, Any]:
         "heads": args.head,
         "rows": args.rows,
         "numerics": " ".join(args.numerics) or None,
-        "seed": args.seed if args.backward else None,
+        "seed": work.seed,
     }
     return {name: value for name, value in options.items() if value is not None}
 
@@ -400,7 +439,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, command in COMMANDS.items():
         command.add(commands.add_parser(name, help=command.help, description=command.help))
     try:
-        args = parser.parse_args(words)
+        args, unknown = parser.parse_known_args(words)
+        if unknown:
+            named = "" if args.command is None else f" {args.command}"
+            rule = f"not known, see `cuflash{named} --help`"
+            raise InputError(f"arguments: {' '.join(unknown)}: {rule}")
         if args.command is None:
             _print(parser.format_help())
             return 0

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from cuflash import cache, compiler
+from emulation.report.text import install
 
 COMPUTE_CAPABILITY = (75, 76)
 """CUdevice_attribute numbers of its major and minor part."""
@@ -62,6 +63,8 @@ def to_markdown(findings: list[Finding]) -> str:
     usable = "everything is in place."
     missing = "not usable until the missing things are mended. Emulator, oracle and reports work."
     lines += ["", f"GPU: {usable if gpu_usable(findings) else missing}", ""]
+    if any(f.mend for f in findings):
+        lines += ["The commands are for a checkout of cuflash, in its folder.", ""]
     return "\n".join(lines)
 
 
@@ -84,7 +87,7 @@ def _cuflash() -> Iterator[Finding]:
     if count:
         yield Finding("CUDA sources", "ok", f"{count} files at {root}")
     else:
-        reinstall = "pip install --force-reinstall --no-deps cuflash"
+        reinstall = "python -m pip install --force-reinstall --no-deps ."
         yield Finding("CUDA sources", "missing", f"none at {root}", reinstall)
 
 
@@ -106,14 +109,17 @@ def _nvrtc() -> Iterator[Finding]:
         if (version := compiler.header_version(place))
     ]
     found = f"only {', '.join(others)}" if others else "none"
-    mend = compiler.INSTALL if major >= 13 else compiler.INSTALL_12
+    mend = install("cuda13" if major >= 13 else "cuda12")
     yield Finding("CUDA headers", "missing", f"{found}; must be NVRTC's {major}.{minor}", mend)
 
 
 def _parted(error: compiler.MissingError) -> tuple[str, str | None]:
     """What is missing, and the command."""
     text, semicolon, mend = str(error).partition(": ")[2].rpartition("; ")
-    return (text, mend) if semicolon else (mend, None)
+    if not semicolon:
+        return mend, None
+    known = {compiler.INSTALL: "cuda13", compiler.INSTALL_12: "cuda12"}
+    return text, install(known[mend]) if mend in known else mend
 
 
 def _cupy() -> Iterator[Finding]:
@@ -146,7 +152,7 @@ def _driver() -> Iterator[Finding]:
         needed = 12
     if major < needed:
         text = f"CUDA {major}.{minor}, older than NVRTC; update the driver, or"
-        yield Finding("driver", "missing", text, compiler.INSTALL_12 if major >= 12 else None)
+        yield Finding("driver", "missing", text, install("cuda12") if major >= 12 else None)
     else:
         yield Finding("driver", "ok", f"CUDA {major}.{minor}")
     error = cuda.cuInit(0)
@@ -204,7 +210,7 @@ def _cache() -> Iterator[Finding]:
 
 def _optional(module: str, distribution: str, extra: str) -> Callable[[], Iterator[Finding]]:
     def check() -> Iterator[Finding]:
-        mend = f"pip install 'cuflash[{extra}]'"
+        mend = install(extra)
         try:
             importlib.import_module(module)
         except ImportError as error:

@@ -1,6 +1,6 @@
 """Forms of one attribution: Markdown for a terminal, JSON for machines, one HTML file for people.
 
-Only `to_html` needs matplotlib (`pip install cuflash[report]`), and imports it when called.
+Only `to_html` needs matplotlib (the extra `report`), and imports it when called.
 """
 
 from emulation.report.html import to_html

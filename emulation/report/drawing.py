@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from emulation.report.style import SENTINELS, group_variable
+from emulation.report.text import install
 
 try:
     import matplotlib as mpl
@@ -27,7 +28,7 @@ try:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 except ImportError as error:
     raise ImportError(
-        "the HTML report draws with matplotlib, which is not installed: pip install cuflash[report]"
+        f"the HTML report draws with matplotlib, which is not installed: {install('report')}"
     ) from error
 
 Floats = NDArray[np.float64]

@@ -24,6 +24,8 @@ class OutputFile:
     def check(argument: str, path: str) -> OutputFile:
         """Prove by a temporary file that `path` can be written. Raises InputError."""
         shown = printable(path)
+        if not path:
+            raise InputError(f"{argument}: empty: must name a file")
         try:
             # Through links, so that a linked file is written rather than its link replaced.
             real = os.path.realpath(path)
@@ -31,8 +33,8 @@ class OutputFile:
                 kind, exists = os.stat(real).st_mode, True
             except FileNotFoundError:
                 kind, exists = stat.S_IFREG, False
-            if not path or stat.S_ISDIR(kind):
-                raise InputError(f"{argument}: {shown or 'empty'}: must be a file, not a directory")
+            if stat.S_ISDIR(kind):
+                raise InputError(f"{argument}: {shown}: must be a file, not a directory")
             if exists and not os.access(real, os.W_OK):
                 raise InputError(f"{argument}: {shown}: must be writable")
             if not stat.S_ISREG(kind):

@@ -22,11 +22,19 @@ if TYPE_CHECKING:
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _SHARES = (
-    "A share is ⟨c, e⟩ / ⟨e, e⟩: how much of the error e the contribution c accounts for. Shares "
-    "keep their sign and sum to 100 % with the residual. “Before the cast” is the error "
-    "that the result had before it was rounded to the output format."
+    "A share is ⟨c, e⟩ / ⟨e, e⟩: how much of the {noun} e the contribution c accounts for. Shares "
+    "keep their sign and sum to 100 % with the residual. “Before the cast” is the {noun} "
+    "before the result was rounded to the output format."
 )
-
+_TERMS = (
+    ("S", "scores, Q Kᵀ times the scale"),
+    ("reference", "subtracted from a row’s scores before the exponential, often their maximum"),
+    ("P", "2 to the power of S minus reference, in log2 units: the weights, not yet divided"),
+    ("l", "sum of P along a row"),
+    ("V", "the values; the output O is P V / l"),
+    ("alpha", "multiplies l and O when the reference moves"),
+    ("LSE", "log-sum-exp of a row’s scores: reference plus log l"),
+)
 
 _HEAD = "".join(
     f'<th scope="col"{kind}>{name}</th>'
@@ -114,20 +122,44 @@ def _legend(attribution: Attribution) -> str:
 def _stats(attribution: Attribution) -> str:
     stats = text.Statistics.of(attribution.error)
     exact = text.rms(attribution.exact)
+    noun = text.noun(attribution)
+    whose = "the second’s" if text.is_difference(attribution) else "the exact"
     ratio = (
-        f"{_figures(stats.rms / exact)} of the exact rms" if exact and math.isfinite(exact) else ""
+        f"{_figures(stats.rms / exact)} of {whose} rms" if exact and math.isfinite(exact) else ""
     )
     sigmas = f"± {_figures(stats.stderr)} standard error"
     shape = " × ".join(str(n) for n in attribution.error.shape)
     radius = float(attribution.oracle_radius)
     boxes = (
-        ("rms error", _figures(stats.rms), ratio),
-        ("largest error", _figures(stats.max), f"of {shape} values"),
-        ("mean error (bias)", _figures(stats.mean), sigmas),
+        (f"rms {noun}", _figures(stats.rms), ratio),
+        (f"largest {noun}", _figures(stats.max), f"of {shape} values"),
+        (f"mean {noun} (bias)", _figures(stats.mean), sigmas),
         ("radius of the exact values", _figures(radius), "what the oracle leaves open"),
     )
     cells = "".join(f"<div><dt>{n}</dt><dd>{v}<small>{s}</small></dd></div>" for n, v, s in boxes)
     return f'<dl class="stats">{cells}</dl>'
+
+
+def _terms() -> str:
+    said = "; ".join(f"<b>{name}</b>: {about}" for name, about in _TERMS)
+    return f'<p class="intro terms">{said}.</p>'
+
+
+def _key(attribution: Attribution, *more: str) -> str:
+    """The legend of lines: the whole, `more` and, without `more`, every group."""
+    names = [n for n in more if n not in attribution.groups and n != "before the cast"]
+    groups = sorted(attribution.groups.values(), key=lambda g: (-g.rms, g.name))
+    names += [g.name for g in groups if g.rms > 0 and (not more or g.name in more)]
+    items = [
+        f'<li><span class="dot" style="background:var(--ink)"></span>{text.noun(attribution)}</li>'
+    ]
+    if "before the cast" in more:
+        items.append(
+            '<li><span class="dot" style="background:var(--soft)"></span>before the '
+            "cast (dashed)</li>"
+        )
+    items += [f"<li>{_dot(name)}{_e(name)}</li>" for name in names]
+    return f'<ul class="legend">{"".join(items)}</ul>'
 
 
 def _card(title: str, caption: str, picture: str, whole: bool = False) -> str:
@@ -142,40 +174,42 @@ def _pictures(attribution: Attribution, sweep: Sequence[Mapping[str, Any]] | Non
     if attribution.error.ndim < 2 or not attribution.error.size:
         return ""
     if not np.all(np.isfinite(attribution.error)):
-        return '<p class="soft">The error is not finite, so there is nothing to draw.</p>'
+        return '<p class="soft">Not all of it is finite, so there is nothing to draw.</p>'
+    noun = text.noun(attribution)
     cards = [
         _card(
             "Along the rows",
-            "Rms error of each query row: the whole (thick) and each group in its colour. "
+            f"Rms {noun} of each query row: the whole (thick) and each group in its colour. "
             "Groups that are exactly 0 have no line.",
-            pictures.by_row(attribution),
+            _key(attribution) + pictures.by_row(attribution),
         ),
         _card(
-            "Signed error",
-            "Values by error (the outermost 0.1 % lies outside). Below, the mean alone, magnified: "
-            "bar ± one, band ± two standard errors, values taken as independent.",
+            f"Signed {noun}",
+            f"Values by {noun} (the outermost 0.1 % lies outside). Below, the mean alone, "
+            "magnified: bar ± one, band ± two standard errors, values taken as independent.",
             pictures.histogram(attribution),
         ),
     ]
+    few = _key(attribution, "before the cast", *pictures.TILE_GROUPS)
     by_tiles = pictures.by_tiles(attribution)
     if by_tiles is not None:
         cards.append(
             _card(
                 "Rows by number of tiles",
-                "Rms over all rows that visit as many tiles of keys: the error (thick), the error "
-                "before the cast (dashed), rescaling and summation order in their colours. Rows "
-                "that see more keys also average more values.",
-                by_tiles,
+                f"Rms over all rows that visit as many tiles of keys: the {noun} (thick), the "
+                f"{noun} before the cast (dashed), rescaling and summation order in their colours. "
+                "Rows that see more keys also average more values.",
+                few + by_tiles,
             )
         )
-    by_size = pictures.by_tile_size(sweep) if sweep else None
+    by_size = pictures.by_tile_size(sweep, noun) if sweep else None
     if by_size is not None:
         cards.append(
             _card(
                 "The same rows in other tiles",
-                "The last rows again, with other tile sizes and nothing else changed: the error "
-                "(thick), before the cast (dashed), rescaling and summation order.",
-                by_size,
+                "The last rows again, with other tile sizes and nothing else changed: the "
+                f"{noun} (thick), before the cast (dashed), rescaling and summation order.",
+                few + by_size,
             )
         )
     # An odd picture out takes the whole width.
@@ -183,7 +217,7 @@ def _pictures(attribution: Attribution, sweep: Sequence[Mapping[str, Any]] | Non
     cards.append(
         _card(
             "Where in the output",
-            "Rms error of blocks of rows and columns, over all heads.",
+            f"Rms {noun} of blocks of rows and columns, over all heads.",
             pictures.heat_map(attribution, whole=alone),
             whole=alone,
         )
@@ -227,13 +261,13 @@ def to_html(
     source: one line on where the input came from. command: the shell line that makes this report.
     sweep: the same rows with other tile sizes, each `dict(tiles=int, tile_n=int, error=float,
     groups={name: rms})`, with `error_before_cast=float` where known. The same arguments give the
-    same bytes. Raises ImportError naming `pip install cuflash[report]` without matplotlib.
+    same bytes. Raises ImportError with the command that installs matplotlib.
     """
     from emulation.report import pictures
 
     heading = title or text.title(attribution)
     shape = " × ".join(str(n) for n in attribution.error.shape)
-    facts = [attribution.output, attribution.dtype, shape, *([source] if source else [])]
+    facts = [attribution.output, text.dtype_of(attribution), shape, *([source] if source else [])]
     plan = text.flatten(text.plan_of(attribution))
     cards = []
     if options:
@@ -241,7 +275,9 @@ def to_html(
     if plan:
         cards.append(f'<div class="card"><h3>Plan</h3>{_pairs(plan)}</div>')
     cards.append(f'<div class="card"><h3>Versions</h3>{_pairs(text.flatten(versions()))}</div>')
-    notes = _notes(attribution.notes)
+    told = text.sides(attribution)
+    sides = f'<p class="sides">{_e(told)}</p>\n' if told else ""
+    noun = text.noun(attribution)
     made = (
         ""
         if command is None
@@ -267,17 +303,18 @@ def to_html(
 <p class="eyebrow">{" · ".join(_e(f) for f in facts)}</p>
 <h1>{_e(heading)}</h1>
 <p class="lead">{_minus(_e(text.headline(attribution)))}</p>
+{sides}{_notes(attribution.notes)}
 {_legend(attribution)}
 {_stats(attribution)}
 </header>
 <h2>Every place that rounds</h2>
-<p class="intro">{_SHARES}</p>
+<p class="intro">{_SHARES.format(noun=noun)}</p>
 {_table(attribution)}
+{_terms()}
 <figure class="card wide-figure">{pictures.shares(attribution)}</figure>
 <h2>Where it sits</h2>
 {_pictures(attribution, sweep)}
 {_other_outputs(attribution)}
-{"<h2>Notes</h2>" + notes if notes else ""}
 <h2>What was computed</h2>
 <div class="grid">{"".join(cards)}</div>
 {made}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from emulation.report import text
@@ -43,6 +43,10 @@ def _lines(rows: list[text.Row]) -> list[list[str]]:
     return lines
 
 
+def _notes(notes: Sequence[str]) -> list[str]:
+    return [*(f"- {_cell(text.printable(note))}" for note in notes), ""] if notes else []
+
+
 def to_markdown(
     attribution: Attribution,
     *,
@@ -50,7 +54,7 @@ def to_markdown(
     options: Mapping[str, Any] | None = None,
     groups: bool = True,
 ) -> str:
-    """Headline, the table of sources, the groups of the other outputs, and the notes.
+    """Headline and notes, the table of sources, and the groups of the other outputs.
 
     Shares are of the whole error; those before the cast are of the error that the result had before
     it was rounded to the output format. groups=False leaves out the column of groups, for narrow
@@ -63,6 +67,9 @@ def to_markdown(
         _cell(text.headline(attribution)),
         "",
     ]
+    told = text.sides(attribution)
+    out += [_cell(text.printable(told)), ""] if told else []
+    out += _notes(attribution.notes)
     if source is not None:
         out += [f"Input: {_cell(text.printable(source))}", ""]
     if options:
@@ -74,7 +81,7 @@ def to_markdown(
         out += [
             f"## {_cell(text.printable(name))}",
             "",
-            f"{shape} values in {attribution.dtype}; rms error {text.number(stats.rms)}, "
+            f"{shape} values in {text.dtype_of(part)}; rms {text.noun(part)} {text.number(stats.rms)}, "
             f"largest {text.number(stats.max)}, "
             f"mean {text.number(stats.mean)} ± {text.number(stats.stderr)}; "
             f"oracle radius {text.number(float(part.oracle_radius))}",
@@ -86,6 +93,5 @@ def to_markdown(
         else:
             head = ("source" if main else "group", *_HEAD[2:])
             out += [*_table(head, [[x[0], *x[2:]] for x in lines], 1), ""]
-        notes = [f"- {_cell(text.printable(note))}" for note in part.notes]
-        out += [*notes, ""] if notes else []
+        out += [] if main else _notes(part.notes)
     return "\n".join(out)

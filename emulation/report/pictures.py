@@ -142,9 +142,12 @@ def _binned(values: Floats, bins: int) -> tuple[Floats, Floats]:
 
 def by_row(attribution: Attribution) -> str:
     """rms error of each query row: in all, and of each group."""
-    lines = [("error", INK, _row_rms(attribution.error))]
+    noun = text.noun(attribution)
+    lines = [(noun, INK, _row_rms(attribution.error))]
     lines += [(g.name, colour(g.name), _row_rms(g.contribution)) for g in _ranked(attribution)]
-    return picture("b", "Error against query row", lambda wide: _draw_rows(lines, wide))
+    return picture(
+        "b", f"{noun.capitalize()} against query row", lambda wide: _draw_rows(lines, wide)
+    )
 
 
 def _ranked(attribution: Attribution) -> list[Any]:
@@ -166,7 +169,7 @@ def _draw_rows(lines: Sequence[tuple[str, str, Floats]], wide: bool) -> Figure:
     return figure
 
 
-_TILE_GROUPS = ("rescale", "summation order")
+TILE_GROUPS = ("rescale", "summation order")
 
 
 def by_tiles(attribution: Attribution) -> str | None:
@@ -183,15 +186,15 @@ def by_tiles(attribution: Attribution) -> str | None:
         per_row = _row_rms(values)
         return np.array([np.sqrt(np.mean(np.square(per_row[tiles == t]))) for t in counts])
 
-    series = [("error", INK, "-", grouped(attribution.error))]
+    noun = text.noun(attribution)
+    series = [(noun, INK, "-", grouped(attribution.error))]
     if attribution.before_cast is not None:
         series.append(("before the cast", SOFT, "--", grouped(attribution.before_cast.error)))
     series += [
-        (name, colour(name), "-", grouped(_contribution(attribution, name)))
-        for name in _TILE_GROUPS
+        (name, colour(name), "-", grouped(_contribution(attribution, name))) for name in TILE_GROUPS
     ]
     label = "tiles that a row visits"
-    title = "Error by number of tiles"
+    title = f"{noun.capitalize()} by number of tiles"
     return picture("c", title, lambda wide: _draw_tiles(x, series, label, wide, []))
 
 
@@ -202,24 +205,23 @@ def _contribution(attribution: Attribution, group: str) -> Floats:
     return np.zeros_like(attribution.error)
 
 
-def by_tile_size(sweep: Sequence[Mapping[str, Any]]) -> str | None:
+def by_tile_size(sweep: Sequence[Mapping[str, Any]], noun: str = "error") -> str | None:
     """The caller's sweep: the same rows with other tile sizes; None with fewer than two sizes."""
     points = sorted(sweep, key=lambda p: (int(p["tiles"]), -int(p["tile_n"])))
     if len(points) < 2:
         return None
     x = np.array([float(p["tiles"]) for p in points])
-    series = [("error", INK, "-", np.array([float(p["error"]) for p in points]))]
+    series = [(noun, INK, "-", np.array([float(p["error"]) for p in points]))]
     if all("error_before_cast" in p for p in points):
         values = np.array([float(p["error_before_cast"]) for p in points])
         series.append(("before the cast", SOFT, "--", values))
-    for name in _TILE_GROUPS:
+    for name in TILE_GROUPS:
         values = np.array([float(p["groups"].get(name, 0.0)) for p in points])
         series.append((name, colour(name), "-", values))
     sizes = [str(int(p["tile_n"])) for p in points]
     label = "tiles that a row visits (size of a tile)"
-    return picture(
-        "s", "Error by tile size", lambda wide: _draw_tiles(x, series, label, wide, sizes)
-    )
+    title = f"{noun.capitalize()} by tile size"
+    return picture("s", title, lambda wide: _draw_tiles(x, series, label, wide, sizes))
 
 
 def _draw_tiles(
@@ -257,10 +259,12 @@ def histogram(attribution: Attribution) -> str:
     """The signed error with its mean, and that mean magnified beside its standard error."""
     error = attribution.error.ravel()
     stats = text.Statistics.of(error)
-    return picture("d", "Histogram of the error", lambda wide: _draw_histogram(error, stats, wide))
+    noun = text.noun(attribution)
+    title = f"Histogram of the {noun}"
+    return picture("d", title, lambda wide: _draw_histogram(error, stats, noun, wide))
 
 
-def _draw_histogram(error: Floats, stats: text.Statistics, wide: bool) -> Figure:
+def _draw_histogram(error: Floats, stats: text.Statistics, noun: str, wide: bool) -> Figure:
     height = 330 if wide else 310
     figure = canvas(HALF if wide else NARROW, height)
     axes = frame(figure, 48, 134, 16, 14)
@@ -276,7 +280,7 @@ def _draw_histogram(error: Floats, stats: text.Statistics, wide: bool) -> Figure
     axes.yaxis.set_major_locator(MaxNLocator(4))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:g} %"))
     axes.yaxis.grid(color=LINE, linewidth=0.8)
-    axes.set_xlabel(f"signed error, in units of {power(unit)}")
+    axes.set_xlabel(f"signed {noun}, in units of {power(unit)}")
     _draw_mean(frame(figure, 48, 40, 16, height - 82), stats, wide)
     return figure
 
@@ -320,8 +324,11 @@ def heat_map(attribution: Attribution, *, whole: bool = False) -> str:
     cells = blocks(attribution.error)
     n, d = attribution.error.shape[-2:]
     full = WIDE if whole else HALF
+    noun = text.noun(attribution)
     return picture(
-        "e", "Heat map of the error", lambda wide: _draw_heat(cells, n, d, full if wide else NARROW)
+        "e",
+        f"Heat map of the {noun}",
+        lambda wide: _draw_heat(cells, n, d, noun, full if wide else NARROW),
     )
 
 
@@ -335,7 +342,7 @@ def _shade(level: Floats) -> Floats:
     return np.concatenate([rgb, level[..., None]], axis=-1)
 
 
-def _draw_heat(cells: Floats, n: int, d: int, width: int) -> Figure:
+def _draw_heat(cells: Floats, n: int, d: int, noun: str, width: int) -> Figure:
     height = 310 if width == NARROW else 330
     figure = canvas(width, height)
     axes = frame(figure, 48, 104, 12, 14)
@@ -359,5 +366,5 @@ def _draw_heat(cells: Floats, n: int, d: int, width: int) -> Figure:
     first, _, last = bar.get_xticklabels()
     first.set_horizontalalignment("left")
     last.set_horizontalalignment("right")
-    bar.set_xlabel("rms error of a block")
+    bar.set_xlabel(f"rms {noun} of a block")
     return figure

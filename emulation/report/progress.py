@@ -26,6 +26,14 @@ class Progress:
         if self.bar is not None:
             self.bar.stop()
 
+    def announce(self, seconds: float) -> None:
+        """One line before work of over ten seconds, where no bar will be seen."""
+        if seconds >= 10 and not self.enabled:
+            digits = 10 ** (len(str(int(seconds))) - 1)
+            about = round(seconds / digits) * digits
+            line = f"cuflash: about {about} s of work (--rows and --head choose less)"
+            print(line, file=sys.stderr, flush=True)
+
     def part(self, weight: float, title: str, stages: int = 1) -> Callable[[str, float], None]:
         """The callback for the next piece of work, which counts `weight` of the total.
 

@@ -96,6 +96,9 @@ background:var(--line);border:1px solid var(--line);border-radius:12px;overflow:
 .legend{display:flex;flex-wrap:wrap;gap:4px 20px;margin:0;padding:0;list-style:none;font-size:14px}
 .legend b{font-weight:600;font-variant-numeric:tabular-nums}
 .dot{display:inline-block;width:10px;height:10px;margin-right:8px;border-radius:3px}
+figure .legend{margin:0 0 12px;gap:2px 14px;font-size:13px;color:var(--soft)}
+.sides{margin:10px 0 0;color:var(--soft)}
+.terms{max-width:none;margin:14px 0 0;font-size:14px}.terms b{color:var(--ink);font-weight:600}
 .grid{display:grid;grid-template-columns:1fr 1fr;gap:20px;margin-top:20px}
 .grid>*,figure{min-width:0}
 figure{margin:0}
@@ -107,9 +110,9 @@ svg text{font-variant-numeric:tabular-nums}
 .wide-figure{margin-top:18px}
 .scroll{overflow-x:auto;-webkit-overflow-scrolling:touch;margin-top:18px}
 .scroll.card{padding:6px 0}
-table{border-collapse:collapse;width:100%;font-size:14px;line-height:1.45;
+table{border-collapse:separate;border-spacing:0;width:100%;font-size:14px;line-height:1.45;
 font-variant-numeric:tabular-nums}
-th,td{padding:7px 11px;text-align:right;white-space:nowrap;font-weight:400}
+th,td{padding:7px 9px;text-align:right;white-space:nowrap;font-weight:400}
 thead th{color:var(--soft);font-size:13px;border-bottom:1px solid var(--line);vertical-align:bottom}
 tbody th,thead th:first-child,.text{text-align:left}
 tbody th{position:sticky;left:0;background:var(--card)}
@@ -117,7 +120,7 @@ tbody th{position:sticky;left:0;background:var(--card)}
 .group th,.group td,.one th,.one td{border-top:1px solid var(--line)}
 .source th:first-child{padding-left:38px}
 .residual th,.residual td,.total th,.total td{border-top:1px solid var(--line)}
-.about{white-space:normal;min-width:210px;line-height:1.4}
+.about{white-space:normal;min-width:190px;line-height:1.4}
 th:first-child{padding-left:20px}th:last-child,td:last-child{padding-right:20px}
 .pairs{width:100%;table-layout:fixed}
 .pairs th,.pairs td{text-align:left;white-space:normal;vertical-align:top;

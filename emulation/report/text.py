@@ -219,9 +219,41 @@ def _finite(x: float) -> float:
     return float(x) if math.isfinite(x) else math.inf
 
 
+def install(extra: str) -> str:
+    """The command, in the checkout, that installs one of its extras.
+
+    >>> install("report")
+    "python -m pip install '.[report]'"
+    """
+    return f"python -m pip install '.[{extra}]'"
+
+
 def is_difference(attribution: Attribution) -> bool:
     """Whether this is one algorithm minus another, rather than minus the exact values."""
     return " - " in attribution.algorithm
+
+
+def noun(attribution: Attribution) -> str:
+    """What the figures are about: "error", or "difference"."""
+    return "difference" if is_difference(attribution) else "error"
+
+
+def sides(attribution: Attribution) -> str:
+    """Which of two algorithms is the first; empty for one algorithm."""
+    if not is_difference(attribution):
+        return ""
+    first, second = attribution.algorithm.split(" - ", 1)
+    return f"Every difference is {first} (the first) minus {second} (the second)."
+
+
+def dtype_of(part: Attribution) -> str:
+    """The format of an output's values; the LSE is float32 whatever the inputs are."""
+    if part.output == "lse":
+        return "float32"
+    wide = part.plan is not None and part.plan.numerics.out == "float32"
+    if wide and is_difference(part):
+        return f"float32 (the first) and {part.dtype} (the second)"
+    return "float32" if wide else part.dtype
 
 
 def title(attribution: Attribution) -> str:
@@ -234,7 +266,7 @@ def title(attribution: Attribution) -> str:
 
 def headline(attribution: Attribution) -> str:
     """The verdict as two sentences: the groups of 5 % or more, then rescaling and the rest."""
-    what = "difference" if is_difference(attribution) else "error"
+    what = noun(attribution)
     if not np.any(attribution.error):
         return f"There is no {what}: all values are equal."
     shares = {g.name: float(g.share) for g in attribution.groups.values()}
