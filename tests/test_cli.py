@@ -107,27 +107,31 @@ def refused(capsys: pytest.CaptureFixture[str], folder: Path) -> Callable[..., s
         (["--rows", "0"], "--rows: 0: must be an integer >= 1"),
         (["--rows", "5", "--causal-alignment", "top-left"], "--rows: 5: must not"),
         (["--seed", "x"], "--seed: x: must be an integer >= 0"),
-        (["--dtype", "fp8"], "--dtype: fp8: must be fp16, bf16"),
-        (["--causal-alignment", "left"], "--causal-alignment: left: must be bottom-right"),
+        (["--dtype", "fp8"], "--dtype: fp8: must be one of fp16, bf16, fp32"),
+        (
+            ["--causal-alignment", "left"],
+            "--causal-alignment: left: must be one of bottom-right, top-left",
+        ),
         (["--causal", "--causal-alignment", "top-left"], "not allowed with"),
         (["--numerics", "p"], "--numerics: p: must be field=value"),
         (["--numerics", "p=split", "q=split"], "--numerics: q: must be one of reference, row_sum"),
         (["--numerics", "p=halved"], "halved"),
         (["--numerics", "p=split", "p=input"], "--numerics: p: must be given once"),
-        (["--state", "float64"], "--state: float64: must be float32"),
-        (["--state", "bfloat16"], "--state: bfloat16: must go with --algorithm standard"),
-        (["--algorithm", "sdpa"], "--algorithm: sdpa: must be flash, standard"),
+        (["--state", "float64"], "--state: float64: must be one of float32"),
+        (["--algorithm", "standard", "--numerics", "p=split"], "--numerics: p=split: must go with"),
+        (["--seed", "3"], "--seed: 3: must go with --backward"),
+        (["--algorithm", "sdpa"], "--algorithm: sdpa: must be one of flash, standard"),
         (["--against", "flash"], "--against: flash: must differ from --algorithm"),
-        (["--frobnicate"], "arguments: --frobnicate: not known"),
+        (["--frobnicate"], "arguments: --frobnicate: not known, see `cuflash report --help`"),
         (["a.npz", "b.npz"], "arguments: b.npz: not known"),
         (["--sca", "2"], "not known"),
         (["-o", "."], "--output: .: must be a file"),
-        (["-o", ""], "--output: empty: must be a file"),
+        (["-o", ""], "--output: empty: must name a file"),
         (["-o", "none/report.html"], "--output: none/report.html: cannot be written: No such file"),
         (["-o", "a\0b"], "--output: a\ufffdb: cannot be written"),
         (["-o", "x" * 300], "cannot be written: File name too long"),
         (["--json", "/proc/nothing/x.json"], "--json: /proc/nothing/x.json: cannot be written"),
-        (["--json", "same", "-o", "same"], "must differ from the other files"),
+        (["--json", "same", "-o", "same"], ": must differ from --output"),
     ],
 )
 def test_wrong_arguments(
@@ -142,7 +146,7 @@ def test_wrong_arguments(
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["rapport"]) == 2
-    assert capsys.readouterr().err == "cuflash: COMMAND: rapport: must be report, doctor\n"
+    assert capsys.readouterr().err == "cuflash: COMMAND: rapport: must be one of report, doctor\n"
 
 
 def test_help_and_no_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,12 +186,26 @@ BAD_ARRAYS: dict[str, tuple[Members, str]] = {
     "N differs": (_with(v=np.zeros((41, 8), np.float16)), "v: shape (41, 8): must"),
     "D too large": (arrays(4, 300), "q: head dimension 300: must be 1 to 256"),
     "heads": (
-        {**arrays(heads=4), "k": np.zeros((3, 40, 8)), "v": np.zeros((3, 40, 8))},
+        {**arrays(heads=4), **{n: np.zeros((3, 40, 8), np.float16) for n in ("k", "v")}},
         "k: 3 heads: must divide the 4 heads of q",
     ),
-    "NaN": (_with(k=np.full((40, 8), np.nan)), "k: nan at (0, 0): must be finite"),
-    "infinite": (_with(v=np.full((40, 8), -np.inf)), "v: -inf at (0, 0): must be finite"),
-    "overflow": (_with(q=np.full((40, 8), 1e6)), "q: 1e+06 at (0, 0): must be within the range"),
+    "NaN": (_with(k=np.full((40, 8), np.nan, np.float16)), "k: nan at (0, 0): must be finite"),
+    "infinite": (
+        _with(v=np.full((40, 8), -np.inf, np.float16)),
+        "v: -inf at (0, 0): must be finite",
+    ),
+    "overflow": (
+        {n: np.full((40, 8), 1e60) for n in ("q", "k", "v")},
+        "q: 1e+60 at (0, 0): must be within the range of float32",
+    ),
+    "mixed formats": (
+        _with(v=np.zeros((40, 8), np.float32)),
+        "v: dtype float32: must be float16 like q (or give --dtype)",
+    ),
+    "too many keys": (
+        _with(k=np.zeros((300_000, 1), np.float16), v=np.zeros((300_000, 1), np.float16)),
+        "k: 300000 keys: must be at most 262144",
+    ),
     "dout": (_with(dout=np.zeros((39, 8))), "dout: shape (39, 8): must be (40, 8) like the output"),
     "out": (_with(out=np.zeros((40, 9))), "out: shape (40, 9): must be (40, 8) like the output"),
     "out NaN": (_with(out=np.full((40, 8), np.nan)), "out: nan at (0, 0): must be finite"),
@@ -288,14 +306,14 @@ def test_encrypted_archive(refused: Callable[..., str], tmp_path: Path) -> None:
 
 def test_input_is_never_overwritten(refused: Callable[..., str], tmp_path: Path) -> None:
     path = save(tmp_path / "input.npz", arrays())
-    assert "must differ from the other files" in refused(path, "-o", path)
+    assert "must differ from INPUT, which is not overwritten" in refused(path, "-o", path)
     os.symlink(path, "link.npz")
     assert "must differ" in refused("link.npz", "--json", path)
 
 
 def test_overflow_inside_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
-    members = {n: np.full((40, 8), 6e4) for n in ("q", "k", "v")}
-    path = save(tmp_path / "a.npz", {**members, "k": np.full((40, 8), -6e4)})
+    members = {n: np.full((40, 8), 6e4, np.float16) for n in ("q", "k", "v")}
+    path = save(tmp_path / "a.npz", {**members, "k": -members["k"]})
     argv = ["--algorithm", "standard", "--state", "float16", "--scale", "1"]
     assert "left the range of its formats" in refused(path, *argv)
 
@@ -332,10 +350,80 @@ def test_observed_output_and_difference(tmp_path: Path, capsys: pytest.CaptureFi
     assert "the observed output differs" in capsys.readouterr().out
     path = save(tmp_path / "b.npz", members)
     assert cli.main(["report", path, "--no-html", "--against", "standard"]) == 0
-    assert "# Why flash and standard attention differ" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "# Why flash and standard attention differ" in shown
+    assert "flash (the first) minus standard (the second)" in shown
     argv = ["--algorithm", "standard", "--state", "bfloat16", "--no-html"]
     assert cli.main(["report", path, *argv]) == 0
     assert "standard\\[bfloat16\\]" in capsys.readouterr().out
+
+
+def test_state_goes_with_every_algorithm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = save(tmp_path / "a.npz", arrays())
+    numerics = ["--numerics", "reference=power-of-two", "p=split"]
+    both = ["--against", "standard"]
+    names = "flash\\[bfloat16\\]", "standard\\[bfloat16\\]"
+    for argv, held in (
+        (numerics, names[:1]),
+        ([*numerics, *both], names),
+        (["--algorithm", "standard", "--against", "flash", *numerics], names),
+    ):
+        assert cli.main(["report", path, "--state", "bfloat16", "--no-html", *argv]) == 0
+        title = capsys.readouterr().out.splitlines()[0]
+        assert all(name in title for name in held)
+
+
+@pytest.mark.parametrize(
+    ("stored", "argv", "worked", "words"),
+    [
+        (np.float32, [], "float32", ""),
+        (np.float32, ["--dtype", "bf16"], "bfloat16", "float32, rounded here to bfloat16."),
+        (np.float16, ["--dtype", "fp32"], "float32", "float16, widened here to float32."),
+        (np.float64, [], "float32", "float64, rounded here to float32 (--dtype chooses)."),
+    ],
+)
+def test_formats_are_the_files_or_said_at_the_top(
+    stored: Any,
+    argv: list[str],
+    worked: str,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = save(tmp_path / "a.npz", arrays(dtype=stored))
+    assert cli.main(["report", path, "-o", "r.html", *argv]) == 0
+    top = capsys.readouterr().out.split("Input: ")[0]
+    page = Path("r.html").read_text("utf-8")
+    assert ("rounded here" in top or "widened here" in top) == bool(words)
+    if words:
+        assert f"- q, k and v of the file are {words}" in top
+        assert f"<li>q, k and v of the file are {words}</li>" in page.split("</header>")[0]
+    assert f">out · {worked} · 40 × 8" in page
+
+
+def test_seed_is_listed_only_where_it_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = save(tmp_path / "a.npz", {**arrays(), "dout": np.ones((40, 8), np.float32)})
+    argv = ["--backward", "--seed", "3", "--no-html"]
+    assert cli.main(["report", path, *argv]) == 0
+    shown = capsys.readouterr().out
+    assert "so --seed changes nothing" in shown
+    assert "dout of the file is float32, rounded here to float16." in shown
+    assert ", seed 3" not in shown
+    assert cli.main(["report", save(tmp_path / "b.npz", arrays()), *argv]) == 0
+    assert ", seed 3" in capsys.readouterr().out
+
+
+def test_long_work_is_announced_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(tmp_path / "a.npz", arrays())
+    monkeypatch.setitem(cli.SECONDS, "flash", 1e-3)
+    assert cli.main(["report", path, "--no-html"]) == 0
+    assert re.fullmatch(r"cuflash: about \d+0 s of work \([^\n]*\)\n", capsys.readouterr().err)
 
 
 def test_numerics_may_stand_before_the_file(tmp_path: Path) -> None:
@@ -390,7 +478,7 @@ def test_missing_matplotlib_is_said_before_the_work(
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr("emulation.report.pictures", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "pip install cuflash[report]" in refused()
+    assert "python -m pip install '.[report]'" in refused()
 
 
 # -- as a process ----------------------------------------------------------------------

@@ -72,7 +72,12 @@ def test_everything_in_place(
 @pytest.mark.parametrize(
     ("driver", "name", "text", "mend"),
     [
-        (FakeDriver(12040, (9, 0)), "driver", "CUDA 12.4, older", "pip install 'cuflash[cuda12]'"),
+        (
+            FakeDriver(12040, (9, 0)),
+            "driver",
+            "CUDA 12.4, older",
+            "python -m pip install '.[cuda12]'",
+        ),
         (FakeDriver(13000, (7, 5)), "GPU", "none is sm_80", None),
         (FakeDriver(13000, (9, 0), error=100), "GPU", "cuInit: error 100", None),
     ],
@@ -101,7 +106,7 @@ def test_nothing_in_place(
     (tmp_path / "cache").chmod(0o777)
     assert cli.main(["doctor"]) == 1
     said = capsys.readouterr().out
-    assert said.count("pip install 'cuflash[cuda13]'") == 2
+    assert said.count("python -m pip install '.[cuda13]'") == 2
     for line in (
         "- missing: **CUDA sources** none at",
         "- missing: **NVRTC** ",
@@ -109,8 +114,10 @@ def test_nothing_in_place(
         "- missing: **driver** no libcuda.so.1",
         "has mode 0777: others may write (chmod go-w ",
         "**numba** not found",
-        "pip install 'cuflash[oracle]'",
+        "python -m pip install '.[oracle]'",
+        "python -m pip install --force-reinstall --no-deps .",
         "GPU: not usable until",
+        "The commands are for a checkout of cuflash",
     ):
         assert line in said
 
@@ -118,7 +125,7 @@ def test_nothing_in_place(
 def test_headers_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "header_version", lambda place: (11, 8))
     found = {f.name: f for f in doctor.examine()}["CUDA headers"]
-    assert (found.state, found.mend) == ("missing", "pip install 'cuflash[cuda13]'")
+    assert (found.state, found.mend) == ("missing", "python -m pip install '.[cuda13]'")
     assert "11.8 at" in found.text
 
 

@@ -18,7 +18,7 @@ import pytest
 import emulation
 from emulation import Attribution, report
 from emulation.report import text
-from emulation.report.inputs import to_format
+from emulation.report.inputs import InputError, to_format
 from emulation.report.json_report import plain
 from emulation.report.style import GROUP_COLOURS, group_variable
 from emulation.report.work import prepare
@@ -282,6 +282,39 @@ def test_difference_is_called_one() -> None:
     a = emulation.attribute(q, k, v, against="standard")
     assert report.to_markdown(a).startswith("# Why flash and standard attention differ")
     assert "of the difference comes from" in text.headline(a)
+    sweep = [{**p, "groups": {}} for p in SWEEP]
+    page = report.to_html(a, sweep=sweep)
+    assert "flash (the first) minus standard (the second)" in page.split("</header>")[0]
+    visible = re.sub(r"<style>.*?</style>|<footer>.*", "", page, flags=re.S)
+    assert "difference" in visible
+    visible = visible.replace("all error of the LSE", "")  # the name of a source
+    assert not re.findall(r"(?<!standard )\berrors?\b", visible)
+    told = report.to_markdown(a)
+    assert "rms difference" in told
+    assert "error" not in told
+
+
+def test_lse_is_float32(found: Attribution) -> None:
+    assert "values in float32; rms" in report.to_markdown(found).split("## lse")[1].split("##")[0]
+    assert "values in bfloat16; rms" in report.to_markdown(found).split("## lse")[0]
+    q, k, v = sample("normal", n=16, d=8)
+    wide = emulation.attribute(q, k, v, numerics={"out": "float32"})
+    assert "16 × 8 values in float32" in report.to_markdown(wide)
+
+
+def test_notes_stand_at_the_top(found: Attribution) -> None:
+    noted = dataclasses.replace(found, notes=("Mind this.",))
+    assert "Mind this." in report.to_html(noted).split("</header>")[0]
+    assert "- Mind this." in report.to_markdown(noted).split("## out")[0]
+
+
+def test_page_explains_its_letters_and_lines(page: str, found: Attribution) -> None:
+    for term in ("P", "V", "l", "alpha", "LSE", "reference"):
+        assert f"<b>{term}</b>: " in page
+    card = page[page.index("Along the rows") :].split("<svg")[0]
+    assert all(f"</span>{g.name}</li>" in card for g in found.groups.values() if g.rms > 0)
+    # The rules of a table with a fixed column vanish under it unless each cell owns its own.
+    assert "border-collapse:separate" in page
 
 
 def test_no_error_at_all(found: Attribution) -> None:
@@ -325,7 +358,7 @@ except ImportError as error:
     print(error)
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "pip install cuflash[report]" in run.stdout
+    assert "python -m pip install '.[report]'" in run.stdout
 
 
 # -- what a report is about ----------------------------------------------------------------
@@ -350,8 +383,13 @@ def test_formats_are_rounded_once(tmp_path: Path) -> None:
     work = prepare(path, fmt="bfloat16", masks=NO_MASKS)
     assert work.q.dtype == ml_dtypes.bfloat16
     assert float(work.q[0, 0]) == 1 + 2.0**-7
-    assert prepare(path, masks=NO_MASKS).q.dtype == np.float16
-    assert "rounded here to float16" in prepare(path, masks=NO_MASKS).notes[0]
+    assert prepare(path, masks=NO_MASKS).q.dtype == np.float32
+    assert "rounded here to float32" in prepare(path, masks=NO_MASKS).notes[0]
+    path = save(tmp_path / "mixed.npz", {"q": x, "k": x.astype(np.float32), "v": x})
+    with pytest.raises(InputError, match="k: dtype float32: must be float64 like q"):
+        prepare(path, masks=NO_MASKS)
+    work = prepare(path, fmt="float32", masks=NO_MASKS)
+    assert work.notes == ("q and v of the file are float64, rounded here to float32.",)
 
 
 def test_bfloat16_and_byte_orders_are_recognised(tmp_path: Path) -> None:
@@ -366,7 +404,7 @@ def test_bfloat16_and_byte_orders_are_recognised(tmp_path: Path) -> None:
     np.testing.assert_array_equal(work.q, told["q"].astype(np.float16))
 
 
-@pytest.mark.parametrize("fmt", ["float16", "bfloat16"])
+@pytest.mark.parametrize("fmt", ["float16", "bfloat16", "float32"])
 def test_every_stored_format_arrives_correctly_rounded(fmt: str) -> None:
     from emulation.rounding import round_scalar
 
@@ -401,10 +439,40 @@ def test_heads_and_rows_are_cut(tmp_path: Path) -> None:
     assert work.dout.shape == work.observed.shape == (2, 5, 8)
 
 
-def test_large_input_is_cut_to_head_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = save(tmp_path / "a.npz", arrays(heads=3))
-    assert prepare(path, masks=NO_MASKS).q.shape == (3, 40, 8)
-    monkeypatch.setattr("emulation.report.work.MAX_PAIRS", 3 * 40 * 40 - 1)
+def test_large_input_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path / "a.npz", arrays(n=300, heads=3))
+    assert prepare(path, masks=NO_MASKS).q.shape == (3, 300, 8)
+    monkeypatch.setattr("emulation.report.work.MAX_SCORES", 300 * 300)
     work = prepare(path, masks=NO_MASKS)
-    assert work.q.shape == (1, 40, 8)
-    assert work.notes == ("Head 0 of 3 only: over 4 million scores (--head chooses).",)
+    assert work.q.shape == (1, 300, 8)
+    assert work.notes[0].startswith("Only head 0 of 3: the input is 0.27 million scores")
+    monkeypatch.setattr("emulation.report.work.MAX_SCORES", 100 * 300 + 1)
+    work = prepare(path, masks=NO_MASKS, backward=True)
+    assert work.q.shape == (1, 100, 8)
+    assert work.k.shape == (1, 300, 8)
+    assert work.notes[0].startswith("Only head 0 of 3 and the last 100 of 300 rows: ")
+    assert "(--rows and --head choose otherwise)" in work.notes[0]
+    assert "dK and dV are the part" in work.notes[1]
+    # What is asked for is done, and no more is chosen than what was left open.
+    assert prepare(path, masks=NO_MASKS, rows=300).q.shape == (1, 300, 8)
+    assert prepare(path, masks=NO_MASKS, heads=[1, 2]).q.shape == (2, 50, 8)
+    work = prepare(path, masks=NO_MASKS, heads=[0, 1, 2], rows=300)
+    assert (work.q.shape, work.notes) == ((3, 300, 8), ())
+    top_left = {**NO_MASKS, "causal": "top-left"}
+    assert prepare(path, masks=top_left).q.shape == (1, 300, 8)
+
+
+def test_too_large_a_request_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path / "a.npz", arrays(n=300, heads=3))
+    monkeypatch.setattr("emulation.report.work.MAX_SCORES", 100)
+    monkeypatch.setattr("emulation.report.work.HARD_SCORES", 80_000)
+    with pytest.raises(InputError, match=r"--rows: 300: must be at most 0\.08 million scores, not"):
+        prepare(path, masks=NO_MASKS, rows=300)
+    with pytest.raises(InputError, match=r"q: shape \(3, 300, 8\): must be at most"):
+        prepare(path, masks={**NO_MASKS, "causal": "top-left"})
+    with pytest.raises(InputError, match=r"--head: 0,1: must be at most"):
+        prepare(path, masks={**NO_MASKS, "causal": "top-left"}, heads=[0, 1])
+    assert prepare(path, masks=NO_MASKS, rows=200).q.shape == (1, 200, 8)
+    monkeypatch.setattr("emulation.report.work.HARD_KEYS", 299)
+    with pytest.raises(InputError, match="k: 300 keys: must be at most 299"):
+        prepare(path, masks=NO_MASKS)

@@ -81,7 +81,8 @@ def to_markdown(
         out += [
             f"## {_cell(text.printable(name))}",
             "",
-            f"{shape} values in {text.dtype_of(part)}; rms {text.noun(part)} {text.number(stats.rms)}, "
+            f"{shape} values in {text.dtype_of(part)}; "
+            f"rms {text.noun(part)} {text.number(stats.rms)}, "
             f"largest {text.number(stats.max)}, "
             f"mean {text.number(stats.mean)} ± {text.number(stats.stderr)}; "
             f"oracle radius {text.number(float(part.oracle_radius))}",

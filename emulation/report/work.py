@@ -204,10 +204,10 @@ def _cut(work: Work, problem: Problem, heads: list[int] | None, rows: int | None
         rule = "must not be used with top-left, which counts from the first row"
         raise InputError(f"--rows: {rows}: {rule}")
     asked, left = heads, []
-    if heads is None and problem.heads > 1:
-        if _cost(problem.heads, kept, problem.n_k) > MAX_SCORES:
-            heads = [0]
-            left.append(f"head 0 of {problem.heads}")
+    large = _cost(problem.heads, kept, problem.n_k) > MAX_SCORES
+    if heads is None and problem.heads > 1 and large:
+        heads = [0]
+        left.append(f"head 0 of {problem.heads}")
     count = problem.heads if heads is None else len(heads)
     if rows is None and work.bottom_right:
         kept = min(kept, max(1, MAX_SCORES // (count * max(problem.n_k, BLOCK_KEYS))))
