@@ -12,7 +12,7 @@ status=0
 tests() {
   # Only the files that hold GPU tests: the others may need packages that a GPU machine lacks.
   local parallel=()
-  python3 -c 'import xdist' 2> /dev/null && parallel=(-n 8)
+  python3 -c 'import xdist' 2> /dev/null && parallel=(-n 12)
   grep -l "mark.gpu" tests/test_*.py |
     xargs python3 -m pytest -m gpu -o addopts= -o filterwarnings= -q -rfEs "${parallel[@]}"
 }

@@ -14,7 +14,7 @@ import numpy as np
 from cuflash.compiler import compile_kernel, cupy, load
 from cuflash.launch import Instantiation
 from cuflash.problem import GpuProblem
-from cuflash.sm80 import (
+from cuflash.sm80_forward import (
     BAND,
     HALVES,
     STRIDES,
@@ -27,7 +27,7 @@ from cuflash.sm80 import (
     strides_of,
     target,
 )
-from emulation.backward import _gradient_scale
+from emulation.backward import gradient_scale
 from emulation.flash import constants, machine_of
 from emulation.plan import Plan
 
@@ -242,7 +242,7 @@ def gradient_params(
     params["descending"] = plan.backward.dq_order == "descending"
     params["c"] = const.c
     params["cap"] = 0 if const.softcap is None else const.softcap
-    params["scale"] = _gradient_scale(machine, p.shapes, const)
+    params["scale"] = gradient_scale(machine, p.shapes, const)
     return params
 
 

@@ -12,8 +12,18 @@ import numpy as np
 from cuflash.compiler import compile_kernel, cupy, load
 from cuflash.launch import Instantiation
 from cuflash.problem import GpuProblem
-from cuflash.sm80 import BAND, FIXED, STRIDES, arithmetic, band_of, flag, padded, strides_of, target
-from emulation.backward import _gradient_scale
+from cuflash.sm80_forward import (
+    BAND,
+    FIXED,
+    STRIDES,
+    arithmetic,
+    band_of,
+    flag,
+    padded,
+    strides_of,
+    target,
+)
+from emulation.backward import gradient_scale
 from emulation.flash import constants, machine_of
 from emulation.plan import BackwardPlan, Plan, default_plan
 from emulation.problem import Problem
@@ -226,7 +236,7 @@ def backward(
     params["descending"] = plan.backward.dq_order == "descending"
     params["c"] = const.c
     params["cap"] = 0 if const.softcap is None else const.softcap
-    params["scale"] = _gradient_scale(machine, p.shapes, const)
+    params["scale"] = gradient_scale(machine, p.shapes, const)
 
     first = delta_kernel(p.d_v)
     kernels = {

@@ -135,7 +135,7 @@ def flash_backward(
     lo, hi = (xp.asarray(x) for x in problem.band())
     kv_heads, n_k = int(problem.k.shape[0]), problem.n_k
     log2e = m.constant("LSE scaling", LOG2E)
-    scale = _gradient_scale(m, problem, const)
+    scale = gradient_scale(m, problem, const)
     tile_n, tile_m = plan.backward.tile_n, plan.backward.tile_m
     starts = list(range(0, n_k, tile_n))
     if plan.backward.dq_order == "descending":
@@ -194,7 +194,7 @@ def flash_backward(
     return _cast_all(m, plan.format if plan.numerics.out == "input" else "float32", result)
 
 
-def _gradient_scale(m: Machine, problem: Problem, const: Constants) -> Node:
+def gradient_scale(m: Machine, problem: Problem, const: Constants) -> Node:
     """dS is the gradient of scale * q k^T: with a softcap the factor is still scale."""
     return const.scale if problem.softcap is None else m.constant("gradient scaling", problem.scale)
 
@@ -244,7 +244,7 @@ def standard_backward(
     xp = rounding.namespace(problem.q)
     lo, hi = (xp.asarray(x) for x in problem.band())
     columns = xp.arange(problem.n_k)
-    scale = _gradient_scale(m, problem, const)
+    scale = gradient_scale(m, problem, const)
     result = Gradients([], [], [], [], [], [])
     for g in range(int(problem.k.shape[0])):
         k, v = m.input(problem.k[g]), m.input(problem.v[g])

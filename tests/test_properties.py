@@ -29,7 +29,7 @@ TINY_ERROR = 1e-6  # of the error: what contributions may leave
 # -- contributions
 
 
-FLOAT64 = 2.0**-44  # of the result: some hundred float64 roundings of the exact companion
+FLOAT64 = 2.0**-44  # some hundred float64 roundings of the exact companion and of the parts
 
 
 def assert_closes(a: Attribution) -> None:
@@ -43,7 +43,8 @@ def assert_closes(a: Attribution) -> None:
             assert np.max(np.abs(sources - groups), initial=0.0) <= 1e-13 * scale
             rest = float(np.linalg.norm(error - sources))
             room = TINY_ERROR * float(np.linalg.norm(error)) + each.oracle_radius * error.size
-            room += FLOAT64 * float(np.linalg.norm(each.exact))
+            terms = sum(float(np.linalg.norm(c.contribution)) for c in each.sources.values())
+            room += FLOAT64 * (float(np.linalg.norm(each.exact)) + terms)
             assert rest <= room, (part.output, rest, room)
 
 

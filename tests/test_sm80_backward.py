@@ -14,7 +14,7 @@ import pytest
 
 from cuflash import compiler, planner, sm80_backward
 from cuflash.problem import GpuProblem
-from cuflash.sm80 import FIXED
+from cuflash.sm80_forward import FIXED
 from emulation.backward import delta_parts, flash_vjp
 from emulation.flash import flash_forward
 from emulation.plan import BackwardPlan, Numerics, Plan
