@@ -109,12 +109,6 @@ class TrackingMachine(Machine):
         value = x.astype(np.float32)
         return Tracked(value, _wide(value), {})
 
-    def known(self, value: Array, exact: F64, errors: dict[str, F64]) -> Tracked:
-        """A value that arrives with its errors known (the forward's O and LSE, entering the
-        backward).
-        """
-        return Tracked(value, exact, dict(errors))
-
     def value(self, x: Any) -> Array:
         return _node(x).value
 

@@ -7,12 +7,9 @@ import io
 import json
 import os
 import re
-import signal
 import stat
 import struct
-import subprocess
 import sys
-import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -479,60 +476,3 @@ def test_missing_matplotlib_is_said_before_the_work(
     monkeypatch.delattr("emulation.report.pictures", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "python -m pip install '.[report]'" in refused()
-
-
-# -- as a process ----------------------------------------------------------------------
-
-
-def process(*argv: str, **more: Any) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "cuflash", *argv],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(cli.__file__))},
-        **more,
-    )
-
-
-def test_process_refuses_in_one_line(folder: Path) -> None:
-    run = process("report", "missing.npz")
-    out, err = run.communicate()
-    assert (run.returncode, out) == (2, b"")
-    assert err == b"cuflash: INPUT: missing.npz: No such file or directory\n"
-    assert list(folder.iterdir()) == []
-
-
-def test_process_reports_the_bundled_head() -> None:
-    run = process("report", "--json", "r.json")
-    out, err = run.communicate()
-    assert (run.returncode, err) == (0, b"")
-    assert b"bundled capture" in out
-    assert os.path.getsize("report.html") < 1_000_000
-    assert json.loads(Path("r.json").read_text("utf-8"))["options"]["causal"] == "bottom-right"
-
-
-def test_process_survives_an_ascii_terminal_and_a_closed_pipe(tmp_path: Path) -> None:
-    path = save(tmp_path / "a.npz", arrays())
-    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    command = [sys.executable, "-m", "cuflash", "report", path, "--no-html"]
-    env["PYTHONPATH"] = os.path.dirname(os.path.dirname(cli.__file__))
-    done = subprocess.run(command, env=env, capture_output=True, check=True)
-    assert done.stderr == b""
-    run = process("report", path, "--json", "r.json")
-    assert run.stdout is not None
-    run.stdout.close()
-    assert run.stderr is not None
-    with run.stderr:
-        assert run.stderr.read() == b""
-    assert run.wait() == 0
-    assert os.path.exists("r.json")
-
-
-def test_process_interrupted_is_quiet(tmp_path: Path, folder: Path) -> None:
-    path = save(tmp_path / "a.npz", arrays(n=1500, d=64))
-    run = process("report", path)
-    time.sleep(2.5)
-    run.send_signal(signal.SIGINT)
-    out, err = run.communicate()
-    assert (run.returncode, out, err) == (130, b"", b"")
-    assert list(folder.iterdir()) == []
