@@ -1,7 +1,7 @@
 """How well attribution closes: residual as a share of the error, on random inputs and real
 activations.
 
-    python bench/attribution.py [--data FOLDER_OF_CAPTURES]
+    python -m bench.attribution [--data FOLDER_OF_CAPTURES]
 
 Forward and backward, before and after the output cast, cuflash's and the article's arithmetic and
 standard attention.

@@ -7,12 +7,11 @@ the oracle, in units of the FMA chains' own. Writes bench/results/float32.json.
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bench.common import write
 from emulation import Numerics, oracle
 from emulation.backward import flash_vjp
 from emulation.flash import flash
@@ -20,7 +19,6 @@ from emulation.plan import Plan, default_plan
 from emulation.problem import Problem
 from emulation.samples import sample
 
-RESULT = Path(__file__).parent / "results" / "float32.json"
 NAMES = ("out", "dq", "dk", "dv")
 PLANS: dict[str, dict[str, Any]] = {
     "fma": {"wide": "fma"},
@@ -57,7 +55,7 @@ def main() -> None:
                 for label in list(PLANS)[1:]
             ]
             print(f"{kind:>10} {n:5} {d:4}  " + "  ".join(ratios), flush=True)
-            RESULT.write_text(json.dumps(rows, indent=1) + "\n")
+    print(write("float32", rows))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Recorded H200 bits against the emulated machine: every tensor-core output, ex2, rcp, lg2, and
 three kernels.
 
-    python bench/golden.py [--golden FOLDER]
+    python -m bench.golden [--golden FOLDER]
 
 Prints, for the NumPy and the numba path, how many of how many values differ; exits with 1 if one
 does.

@@ -1,7 +1,7 @@
 """The rms error of each choice of Numerics beside FlashAttention-3's arithmetic: why the default is
 the default.
 
-    python bench/numerics.py [--data FOLDER_OF_CAPTURES]
+    python -m bench.numerics [--data FOLDER_OF_CAPTURES]
 
 For every input: rms of (out - exact) / rms of (out of FA3's arithmetic - exact), after the output
 cast. A choice may be the default when no ratio is above 1.03.

@@ -1,7 +1,7 @@
 """Records what cuflash's kernels give for small problems on this GPU:
 tests/golden/cuflash_h200.npz.
 
-    python bench/record_golden.py [OUTPUT.npz]
+    python -m bench.record_golden [OUTPUT.npz]
 
 Run it when a Plan's arithmetic changes on purpose; tests/test_golden.py then holds the emulator to
 the new bits.

@@ -1,6 +1,6 @@
 """Makes the pictures of the README, docs/report-light.png and docs/report-dark.png, from a report.
 
-    cuflash report -o report.html && python bench/screenshot.py report.html
+    cuflash report -o report.html && python -m bench.screenshot report.html
 
 Needs a Chromium on PATH and Pillow (which comes with matplotlib). The page is cut after its first
 picture, photographed in both colour schemes and trimmed.

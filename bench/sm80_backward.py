@@ -1,7 +1,7 @@
 """Speed of the sm80 backward on this GPU beside PyTorch's flash (FlashAttention-2) and cuDNN
 kernels.
 
-    python bench/sm80_backward.py [--rounds 5]
+    python -m bench.sm80_backward [--rounds 5]
 
 As bench/sm80_forward.py, but PyTorch's gradients cannot be captured in a graph and are called one
 after the other; TFLOP/s by 2.5 times the forward's operations, all kernels of the backward

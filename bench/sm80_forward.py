@@ -1,7 +1,7 @@
 """Speed of the sm80 forward on this GPU beside PyTorch's flash (FlashAttention-2) and cuDNN
 kernels.
 
-    python bench/sm80_forward.py [--rounds 5]
+    python -m bench.sm80_forward [--rounds 5]
 
 bf16, 16,384 tokens in all, 2,048 columns in all; TFLOP/s by 4 B H N N D (half if causal). Kernels
 are timed by events around replays of a CUDA graph, so that the host is out of the figures; peers

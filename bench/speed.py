@@ -1,6 +1,6 @@
 """How long the CPU side takes: oracle, emulated forward, attribution, report.
 
-    python bench/speed.py
+    python -m bench.speed
 
 Times are medians of several runs in this process (the report: a whole command), with peak memory
 where it is bounded.
