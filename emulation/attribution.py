@@ -26,7 +26,7 @@ from emulation.backward import (
     standard_backward,
 )
 from emulation.contributions import EXPECTED_RESIDUAL, Attribution, assemble, with_parts
-from emulation.flash import Forward, constants, flash_rows, resolve_plan, row_blocks
+from emulation.flash import Forward, arithmetic_of, constants, flash_rows, resolve_plan, row_blocks
 from emulation.plan import Numerics, Plan, default_plan
 from emulation.problem import Array, Problem
 from emulation.sources import SOURCES
@@ -412,12 +412,4 @@ def tracking_machine(
     """The tracking machine of a plan, or of a standard attention in a state."""
     if plan is None:
         return TrackingMachine(fmt=problem.dtype, state=state, fold=fold)
-    return TrackingMachine(
-        arch=plan.arch,
-        step=plan.step,
-        fmt=plan.format,
-        wide=plan.wide,
-        state=plan.state,
-        exp2=plan.numerics.exp2,
-        fold=fold,
-    )
+    return TrackingMachine(fold=fold, **arithmetic_of(plan))

@@ -34,16 +34,21 @@ TIE = 2.0**-9
 Progress = Callable[[str, float], None]
 
 
+def arithmetic_of(plan: Plan) -> dict[str, Any]:
+    """What a Plan says of the machine, as its arguments."""
+    return {
+        "arch": plan.arch,
+        "step": plan.step,
+        "fmt": plan.format,
+        "wide": plan.wide,
+        "state": plan.state,
+        "exp2": plan.numerics.exp2,
+    }
+
+
 def machine_of(plan: Plan) -> Machine:
     """The machine that a Plan names."""
-    return Machine(
-        arch=plan.arch,
-        step=plan.step,
-        fmt=plan.format,
-        wide=plan.wide,
-        state=plan.state,
-        exp2=plan.numerics.exp2,
-    )
+    return Machine(**arithmetic_of(plan))
 
 
 @dataclass(frozen=True)
