@@ -253,7 +253,6 @@ def compile_kernel(
     A process looks at the sources once for each kernel. Thread safe. Raises MissingError,
     CompileError (with NVRTC's log), ValueError for arch, FileNotFoundError for source.
     """
-    root = source_dir() if root is None else root
     call = (root, source, name_expression, arch, options)
     if call in _compiled:
         return _compiled[call]
@@ -261,7 +260,8 @@ def compile_kernel(
         own_lock = _key_locks.setdefault(call, threading.Lock())
     with own_lock:
         if call not in _compiled:
-            _compiled[call] = _from_disk(*call)
+            where = source_dir() if root is None else root
+            _compiled[call] = _from_disk(where, source, name_expression, arch, options)
         return _compiled[call]
 
 

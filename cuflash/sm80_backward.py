@@ -108,11 +108,17 @@ def tail(plan: Plan, softcap: bool) -> str:
     return f"{flag(softcap)},{flag(plan.numerics.out == 'float32')}"
 
 
-def delta_kernel(plan: Plan, d_v: int) -> Kernel:
-    """delta and LSE in log2 units."""
+def delta_chunks(d_v: int) -> int:
+    """Chunks of 8 columns that delta sums as a tree: a power of two."""
     chunks = 1
     while chunks * 8 < d_v:
         chunks *= 2
+    return chunks
+
+
+def delta_kernel(plan: Plan, d_v: int) -> Kernel:
+    """delta and LSE in log2 units."""
+    chunks = delta_chunks(d_v)
     out = flag(plan.numerics.out == "float32")
     name = f"cuflash::sm80::delta<cuflash::{HALVES[plan.format]},{chunks},{out}>"
     return Kernel(Instantiation("sm80/backward_delta.cu", name), THREADS // chunks)

@@ -12,18 +12,19 @@ import numpy as np
 from cuflash.compiler import compile_kernel, cupy, load
 from cuflash.launch import Instantiation
 from cuflash.problem import GpuProblem
+from cuflash.sm80_backward import PITCH, delta_chunks, gradient_params
 from cuflash.sm80_forward import (
     BAND,
     FIXED,
     STRIDES,
     arithmetic,
     band_of,
+    check_plan,
     flag,
     padded,
     strides_of,
     target,
 )
-from emulation.backward import gradient_scale
 from emulation.flash import constants, machine_of
 from emulation.plan import BackwardPlan, Plan, default_plan
 from emulation.problem import Problem
@@ -47,18 +48,7 @@ DELTA_PARAMS = np.dtype(
     + [(name, np.int32) for name in ("batch", "heads", "n_q", "d_v", "pitch")],
     align=True,
 )
-TENSORS = ("q", "k", "v", "dout", "dq", "dk", "dv")
-GRADIENT_PARAMS = np.dtype(
-    [(name, np.uint64) for name in (*TENSORS, "lse2", "delta")]
-    + [(f"{name}_strides", STRIDES) for name in TENSORS]
-    + [("band", BAND)]
-    + [(name, np.int32) for name in ("heads", "group", "d", "d_v", "pitch", "tile_n", "descending")]
-    + [(name, np.float32) for name in ("c", "cap", "scale")],
-    align=True,
-)
 
-#: Rows of the two workspaces are padded to this, so that any tile of rows may read them.
-PITCH = 128
 DELTA_THREADS = 256
 #: One kernel each: dQ, dK, dV.
 GRADIENTS = ("kQueries", "kKeys", "kValues")
@@ -121,23 +111,13 @@ def _rows(name: str, tile: int, row: int, stream: int, limit: int) -> int:
     )
 
 
-def check_plan(plan: Plan) -> None:
-    """ValueError for a Plan that these kernels do not run."""
-    for name, value in FIXED_FLOAT32.items():
-        if getattr(plan, name) != value:
-            raise ValueError(
-                f"plan.{name}: got {getattr(plan, name)!r}, must be {value!r} on the float32 "
-                "kernels"
-            )
-
-
 def prepare(kernel: Kernel) -> Any:
     """The kernel, compiled and loaded."""
     return load(compile_kernel(*kernel.instantiation[:2], target()))
 
 
-def launch(kernel: Kernel, struct: str, grid: int, params: np.ndarray[Any, Any]) -> None:
-    """One kernel on the current stream; params is its one argument, a `struct` of the source."""
+def launch(kernel: Kernel, grid: int, params: np.ndarray[Any, Any]) -> None:
+    """One kernel on the current stream; params is its one argument, a struct of the source."""
     function = prepare(kernel)
     if kernel.shared > 48 * 1024:
         function.max_dynamic_shared_size_bytes = kernel.shared
@@ -146,7 +126,7 @@ def launch(kernel: Kernel, struct: str, grid: int, params: np.ndarray[Any, Any])
 
 def forward(problem: GpuProblem, plan: Plan, out: Any, lse: Any, rest: Any | None) -> None:
     """See `launch.Launcher.forward`. Nothing is rounded, so there is no rest."""
-    check_plan(plan)
+    check_plan(plan, FIXED_FLOAT32, "float32")
     p = problem
     kernel = forward_kernel(plan, p.d, p.d_v, p.softcap is not None, shared_limit())
     const = constants(machine_of(plan), p.shapes)
@@ -162,14 +142,12 @@ def forward(problem: GpuProblem, plan: Plan, out: Any, lse: Any, rest: Any | Non
     params["cap"] = 0 if const.softcap is None else const.softcap
     params["stale_limit"] = 2.0**plan.stale_limit
     grid = -(-p.n_q // kernel.rows) * p.batch * p.heads
-    launch(kernel, "ForwardParams", grid, params)
+    launch(kernel, grid, params)
 
 
 def delta_kernel(d_v: int) -> Kernel:
     """delta and LSE in log2 units."""
-    chunks = 1
-    while chunks * 8 < d_v:
-        chunks *= 2
+    chunks = delta_chunks(d_v)
     name = f"cuflash::sm80::delta_float32<{chunks}>"
     return Kernel(
         Instantiation("sm80/backward_float32.cu", name), DELTA_THREADS // chunks, 0, DELTA_THREADS
@@ -207,7 +185,7 @@ def backward(
     dv: Any,
 ) -> None:
     """See `launch.Launcher.backward`."""
-    check_plan(plan)
+    check_plan(plan, FIXED_FLOAT32, "float32")
     p, limit = problem, shared_limit()
     pitch = -(-p.n_q // PITCH) * PITCH
     heads = p.batch * p.heads
@@ -221,22 +199,8 @@ def backward(
         ones[name] = size
     ones["pitch"] = pitch
 
-    machine = machine_of(plan)
-    const = constants(machine, p.shapes)
-    params = np.zeros(1, GRADIENT_PARAMS)
-    tensors = {"q": p.q, "k": p.k, "v": p.v, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
-    for name, x in tensors.items():
-        params[f"{name}_strides"] = strides_of(x)
-    for name, x in (tensors | work).items():
-        params[name] = x.data.ptr
-    params["band"] = band_of(p)
-    params["heads"], params["group"] = p.heads, p.group
-    params["d"], params["d_v"], params["pitch"] = p.d, p.d_v, pitch
-    params["tile_n"] = plan.backward.tile_n
-    params["descending"] = plan.backward.dq_order == "descending"
-    params["c"] = const.c
-    params["cap"] = 0 if const.softcap is None else const.softcap
-    params["scale"] = gradient_scale(machine, p.shapes, const)
+    params = gradient_params(p, plan, {"dout": dout, "dq": dq, "dk": dk, "dv": dv})
+    params["lse2"], params["delta"], params["pitch"] = lse2.data.ptr, delta.data.ptr, pitch
 
     first = delta_kernel(p.d_v)
     kernels = {
@@ -245,10 +209,10 @@ def backward(
     }
     for kernel in (first, *kernels.values()):
         prepare(kernel)  # so that an error writes nothing
-    launch(first, "DeltaParams", -(-heads * pitch // first.rows), ones)
+    launch(first, -(-heads * pitch // first.rows), ones)
     for what, kernel in kernels.items():
         rows, count = (p.n_q, heads) if what == "kQueries" else (p.n_k, p.batch * p.kv_heads)
-        launch(kernel, "GradientParams", -(-rows // kernel.rows) * count, params)
+        launch(kernel, -(-rows // kernel.rows) * count, params)
 
 
 def instantiations() -> Iterable[Instantiation]:

@@ -58,12 +58,13 @@ FORWARD_PARAMS = np.dtype(
 )
 
 
-def check_plan(plan: Plan) -> None:
-    """ValueError for a Plan that these kernels do not run."""
-    for name, value in FIXED.items():
+def check_plan(plan: Plan, fixed: dict[str, Any] = FIXED, kernels: str = "sm80") -> None:
+    """ValueError for a Plan that kernels with these fixed fields do not run."""
+    for name, value in fixed.items():
         if getattr(plan, name) != value:
             raise ValueError(
-                f"plan.{name}: got {getattr(plan, name)!r}, must be {value!r} on the sm80 kernels"
+                f"plan.{name}: got {getattr(plan, name)!r}, must be {value!r} on the {kernels} "
+                "kernels"
             )
 
 

@@ -50,11 +50,11 @@ class _Tracks:
     started: Array
     p: list[Tracked]
 
-    def forward(self, started: Array) -> Forward:
+    def forward(self) -> Forward:
         lse = np.stack([x.value for x in self.lse])
         return Forward(
             out=np.stack([x.value for x in self.out]),
-            lse=np.where(started, lse, np.float32(-np.inf)),
+            lse=np.where(self.started, lse, np.float32(-np.inf)),
             o=np.stack([x.value for x in self.o]),
         )
 
@@ -65,13 +65,13 @@ def track_forward(
     """The forward of every head, tracked: flash under a plan, standard without one."""
     lo, hi = problem.band()
     tracks = _Tracks([], [], [], hi > lo, [])
+    const = constants(m, problem)
     for h in range(problem.heads):
         k, v = problem.k[problem.kv_head(h)], problem.v[problem.kv_head(h)]
         blocks = []
         for block in row_blocks(problem.n_q):
             q = m.input(problem.q[h, block])
             if plan is not None:
-                const = constants(m, problem)
                 rows = flash_rows(m, plan, const, q, k, v, lo[block], hi[block])
                 blocks.append((rows.out, rows.o, rows.lse, None))
             else:
@@ -104,7 +104,7 @@ def _track_backward(
     def known(value: Array, exact: F64, errors: dict[str, F64]) -> Tracked:
         return Tracked(value.astype(np.float32), exact, errors)
 
-    forward = tracks.forward(tracks.started)
+    forward = tracks.forward()
     lse_exact = np.where(tracks.started, exact_lse, 0.0)
 
     def lse(h: int) -> Tracked:
