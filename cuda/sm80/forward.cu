@@ -8,10 +8,6 @@
 
 namespace cuflash::sm80 {
 
-struct Strides {
-  i64 batch, head, row;  // in elements; the last axis is contiguous
-};
-
 struct ForwardParams {
   const u16 *q, *k, *v;
   void* out;
@@ -27,7 +23,7 @@ struct ForwardParams {
 };
 
 __device__ __forceinline__ i64 offset(const Strides& s, i32 batch, i32 head, i32 row) {
-  return batch * s.batch + head * s.head + row * s.row;
+  return s.at(batch, head, row);
 }
 
 constexpr int kThreads = 128;
@@ -190,13 +186,8 @@ __device__ __forceinline__ void add_specials(const ForwardParams& params, i32 fi
 #pragma unroll 1
   for (i32 i = threadIdx.x; i < (last_row - first_row + 1) * params.d_v; i += kThreads) {
     const i32 row = first_row + i / params.d_v, column = i % params.d_v;
-    float special = 0.0f;
-#pragma unroll 1
-    for (i32 key = band.low(row); key < band.high(row); ++key) {
-      if (key >= full_begin && key < full_end) continue;
-      const u16 x = v[key * params.v_strides.row + column];
-      if ((x & Half::kExponent) == Half::kExponent) special = __fadd_rn(special, Half::widen(x));
-    }
+    const float special = visible_special<Half>(band, v + column, params.v_strides.row, row,
+                                                full_begin, full_end);
     if (special == 0.0f) continue;
     const i64 at = offset(params.out_strides, batch, head, row) + column;
     if constexpr (kFloatOut) {

@@ -1,10 +1,18 @@
-// The band of keys [low, high) that a row sees: every mask (causal, window, alignment) in two
-// integers.
+// Where things are: strides of a tensor, and the band of keys [low, high) that a row sees: every
+// mask (causal, window, alignment) in two integers.
 #pragma once
 
 #include "ptx/types.cuh"
 
 namespace cuflash {
+
+struct Strides {
+  i64 batch, head, row;  // in elements; the last axis is contiguous
+
+  __device__ __forceinline__ i64 at(i32 b, i32 h, i32 r) const {
+    return b * batch + h * head + r * row;
+  }
+};
 
 struct Band {
   i32 n_q, n_k;

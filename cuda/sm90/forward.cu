@@ -1,0 +1,636 @@
+// Forward attention on Hopper: TMA, wgmma, warp specialisation. A CTA takes 64 rows of one head for
+// each of its consumer warpgroups; a producer warp streams the tiles of keys from right to left, for
+// both CTAs of a cluster at once. The arithmetic is that of emulation/flash.py.
+#include "ptx/barrier.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/special.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+#include "sm90/softmax.cuh"
+#include "tile/band.cuh"
+#include "tile/nonfinite.cuh"
+#include "tile/panel.cuh"
+
+namespace cuflash::sm90 {
+
+struct ForwardParams {
+  ptx::TensorMap q_map, k_map, v_map, out_map;  // out_map: unused with float32 output
+  const u16* v;
+  void* out;
+  u16* rest;     // what O lost when it was rounded, in the order of out; null if nobody asks
+  float* lse;    // (batch, heads, n_q)
+  u32* counter;  // of work handed out; 0 at launch
+  Strides v_strides, out_strides, rest_strides;
+  Band band;
+  i32 heads, group;  // query heads, query heads per key head
+  i32 d_v;
+  i32 works;           // blocks of rows of all heads
+  i32 heads_together;  // heads whose K and V stay in the L2 cache together
+  i32 masked;          // whether a mask hides keys that exist
+  float c;             // a score times c is in log2 units
+  float cap;           // softcap: a score times cap is the argument of tanh
+  float stale_limit;   // "stale": a lane's sum above this moves the reference
+};
+
+// How the rounded P is summed: not at all, by products with eight columns of ones, or by the
+// product of V's last panel with those columns beside it.
+enum class Ones { kNone, kApart, kJoined };
+
+template <class Half_, int kD_, int kDv_, int kBlockN_>
+struct Shape {
+  using Half = Half_;
+  static constexpr int kD = kD_, kDv = kDv_, kBlockN = kBlockN_;
+  static constexpr int kGroups = kBlockN / 8;  // n8 blocks of a tile of scores
+  static constexpr bool kBf16 = Half::kOnes == 0x3f803f80u;
+  using Q = Panels<64, kD>;  // of one warpgroup
+  using K = Panels<kBlockN, kD>;
+  using V = Panels<kBlockN, kDv>;
+  using O = Panels<64, kDv>;  // takes Q's place
+};
+
+// What changes no bit. kWarpgroups: consumers. kStages: of K and of V. kQStages: of Q.
+template <int kWarpgroups_, int kCluster_, int kStages_, int kQStages_, bool kDynamic_,
+          bool kPingPong_, Ones kOnes_>
+struct Schedule {
+  static constexpr int kWarpgroups = kWarpgroups_, kCluster = kCluster_, kStages = kStages_,
+                       kQStages = kQStages_;
+  static constexpr bool kDynamic = kDynamic_, kPingPong = kPingPong_;
+  static constexpr Ones kOnes = kOnes_;
+  static constexpr int kBlockM = 64 * kWarpgroups, kThreads = 128 * (kWarpgroups + 1);
+  // Registers of a producer's and of a consumer's thread: what the launch gave, shared anew.
+  static constexpr int kProducerRegs = kWarpgroups == 2 ? 40 : 32;
+  static constexpr int kConsumerRegs = kWarpgroups == 2 ? 232 : (kWarpgroups == 3 ? 160 : 112);
+  static constexpr int kScanWarps = 3;
+};
+
+// Shared memory, in bytes from its start.
+template <class S, class P>
+struct Layout {
+  static constexpr u32 kQSlot = max_bytes(S::Q::kBytes, S::O::kBytes);
+  static constexpr u32 kQ = 0, kK = kQ + P::kQStages * P::kWarpgroups * kQSlot,
+                       kV = kK + P::kStages * S::K::kBytes, kOnes = kV + P::kStages * S::V::kBytes,
+                       kBarriers = kOnes + (P::kOnes == Ones::kNone ? 0 : 16 * kPanelPitch);
+  // Barriers of 8 bytes.
+  static constexpr u32 kKFull = kBarriers, kVFull = kKFull + 8 * P::kStages,
+                       kKEmpty = kVFull + 8 * P::kStages, kVEmpty = kKEmpty + 8 * P::kStages,
+                       kVClean = kVEmpty + 8 * P::kStages, kQFull = kVClean + 8 * P::kStages,
+                       kQEmpty = kQFull + 8 * P::kQStages * P::kWarpgroups,
+                       kWorkFull = kQEmpty + 8 * P::kQStages * P::kWarpgroups,
+                       kWorkEmpty = kWorkFull + 16, kWork = kWorkEmpty + 16, kFound = kWork + 8,
+                       kBytes = kFound + 4 * P::kStages;
+};
+
+// Named barriers; 0 is __syncthreads.
+constexpr u32 kTurn = 1, kStore = 5;  // + warpgroup
+
+// S = Q K^T of one warpgroup, issued.
+template <class S>
+__device__ __forceinline__ void issue_scores(Scores<S::kGroups>& s, u32 q, u32 k) {
+  const u64 a = descriptor(q, 16), b = descriptor(k, 16);
+#pragma unroll
+  for (int kk = 0; kk < S::kD / 16; ++kk) {
+    const u64 a_step = (kk / 4 * S::Q::kPanelBytes + kk % 4 * 32) / 16,
+              b_step = (kk / 4 * S::K::kPanelBytes + kk % 4 * 32) / 16;
+    ptx::Wgmma<S::kBlockN>::template ss<S::kBf16, 0>(s, a + a_step, b + b_step, kk > 0);
+  }
+}
+
+// o += P V, issued; with it the sum of the rounded P in the group of columns after V's.
+template <class S, Ones kOnes, int kColumns>
+__device__ __forceinline__ void issue_output(Scores<kColumns>& o,
+                                             const u32 (&p)[S::kGroups / 2][4], u32 v, u32 ones) {
+  constexpr int kDv = S::kDv, kGroupsV = kDv / 8;
+  const u64 b = descriptor(v, S::V::kPanelBytes);
+#pragma unroll
+  for (int kk = 0; kk < S::kBlockN / 16; ++kk) {
+    const u64 step = kk * 16 * kPanelPitch / 16;
+    if constexpr (kOnes == Ones::kJoined) {
+      constexpr int kFirst = kDv - kPanelCols;  // columns of the product without the ones
+      if constexpr (kFirst > 0) ptx::Wgmma<kFirst>::template rs<S::kBf16, 0>(o, p[kk], b + step);
+      const u32 last = v + S::V::kPanelBytes * (S::V::kCount - 1);
+      const u64 joined = descriptor(last, ones - last) + step - (step << 16);
+      ptx::Wgmma<kPanelCols + 8>::template rs<S::kBf16, kFirst / 8>(o, p[kk], joined);
+    } else {
+      ptx::Wgmma<kDv>::template rs<S::kBf16, 0>(o, p[kk], b + step);
+      if constexpr (kOnes == Ones::kApart)
+        ptx::Wgmma<8>::template rs<S::kBf16, kGroupsV>(o, p[kk], descriptor(ones, 16));
+    }
+  }
+}
+
+// The block of rows that a CTA takes, and the tiles of keys that it and its cluster walk.
+template <class S, class P>
+struct Work {
+  i32 flat_head, first_row, last_row;  // last_row < first_row: past the end
+  i32 begin, end;                      // of the cluster: loaded by both CTAs
+  i32 full_begin, full_end;            // tiles that every row of the CTA sees whole
+  i32 clean_begin, clean_end;          // tiles of which every row sees all keys that exist
+
+  __device__ __forceinline__ static void tiles(const Band& band, i32 first, i32 last, i32& begin,
+                                               i32& end) {
+    const i32 low = band.low(first), high = last < first ? 0 : band.high(last);
+    begin = low / S::kBlockN;
+    end = high > low ? (high + S::kBlockN - 1) / S::kBlockN : begin;
+  }
+
+  // Heavy blocks, which are the late ones under a causal mask, first; heads that share the L2 cache
+  // side by side.
+  __device__ __forceinline__ Work(const ForwardParams& params, i32 work, i32 rank) {
+    constexpr i32 kRows = P::kBlockM * P::kCluster;
+    const Band& band = params.band;
+    const i32 blocks = (band.n_q + kRows - 1) / kRows;
+    const i32 all = params.works / blocks, first_head = work / (params.heads_together * blocks) *
+                                                        params.heads_together;
+    const i32 together = min(params.heads_together, all - first_head);
+    const i32 rest = work - first_head * blocks, block = blocks - 1 - rest / together;
+    flat_head = first_head + rest % together;
+    tiles(band, block * kRows, min((block + 1) * kRows, band.n_q) - 1, begin, end);
+    first_row = block * kRows + rank * P::kBlockM;
+    last_row = min(first_row + P::kBlockM, band.n_q) - 1;
+    const i32 high = band.high(first_row);
+    full_begin = clean_begin = (band.low(last_row) + S::kBlockN - 1) / S::kBlockN;
+    full_end = high / S::kBlockN;
+    clean_end = high < band.n_k ? full_end : (high + S::kBlockN - 1) / S::kBlockN;
+  }
+
+  __device__ __forceinline__ bool scanned(i32 tile) const {
+    return tile < clean_begin || tile >= clean_end;
+  }
+};
+
+template <class S, class P, class A, bool kSoftcap, bool kFloatOut>
+__global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThreads, 1)
+    forward(const __grid_constant__ ForwardParams params) {
+  using Half = typename S::Half;
+  using L = Layout<S, P>;
+  constexpr int kBlockN = S::kBlockN, kGroups = S::kGroups, kStages = P::kStages,
+                kWarpgroups = P::kWarpgroups, kCluster = P::kCluster;
+  extern __shared__ __align__(1024) char shared[];
+  const u32 base = ptx::shared_address(shared);
+  const int warpgroup = __shfl_sync(kWholeWarp, threadIdx.x / 128, 0), lane = threadIdx.x % 32;
+  const i32 rank = kCluster == 1 ? 0 : static_cast<i32>(ptx::cluster_ctarank());
+  const i32 cluster = blockIdx.x / kCluster, clusters = gridDim.x / kCluster;
+  const Band& band = params.band;
+
+  if (threadIdx.x == 0) {
+    constexpr u32 kWarps = 4 * kWarpgroups * kCluster;
+    for (int i = 0; i < kStages; ++i) {
+      ptx::mbarrier_init(base + L::kKFull + 8 * i, 1);
+      ptx::mbarrier_init(base + L::kVFull + 8 * i, 1);
+      ptx::mbarrier_init(base + L::kKEmpty + 8 * i, kWarps);
+      ptx::mbarrier_init(base + L::kVEmpty + 8 * i, kWarps);
+      ptx::mbarrier_init(base + L::kVClean + 8 * i, P::kScanWarps);
+      ptx::st_shared(base + L::kFound + 4 * i, -1);
+    }
+    for (int i = 0; i < P::kQStages * kWarpgroups; ++i) {
+      ptx::mbarrier_init(base + L::kQFull + 8 * i, 1);
+      ptx::mbarrier_init(base + L::kQEmpty + 8 * i, 1);
+    }
+    const u32 readers = kWarps + kCluster - 1 + (params.masked ? P::kScanWarps * kCluster : 0);
+    for (int i = 0; i < 2; ++i) {
+      ptx::mbarrier_init(base + L::kWorkFull + 8 * i, 1);
+      ptx::mbarrier_init(base + L::kWorkEmpty + 8 * i, readers);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  if constexpr (P::kOnes != Ones::kNone) {
+    for (int i = threadIdx.x; i < 16 * kPanelPitch / 4; i += P::kThreads)
+      ptx::st_shared(base + L::kOnes + 4 * i, Half::kOnes);
+    ptx::fence_proxy_async();
+  }
+  __syncthreads();
+  if constexpr (kCluster > 1) {
+    ptx::barrier_cluster_arrive_release();
+    ptx::barrier_cluster_wait_acquire();
+  }
+
+  // The turn-th piece of work, -1 after the last: from the mailbox that CTA 0's producer fills, or
+  // by stride.
+  auto receive = [&](u32 turn) -> i32 {
+    if constexpr (!P::kDynamic) {
+      const i32 work = cluster + static_cast<i32>(turn) * clusters;
+      return work < params.works ? work : -1;
+    } else {
+      const u32 slot = turn % 2, parity = turn / 2 % 2;
+      if constexpr (kCluster > 1) {
+        ptx::mbarrier_wait_acquire_cluster(base + L::kWorkFull + 8 * slot, parity);
+      } else {
+        ptx::mbarrier_wait(base + L::kWorkFull + 8 * slot, parity);
+      }
+      return ptx::ld_shared(base + L::kWork + 4 * slot);
+    }
+  };
+  auto received = [&](u32 turn) {
+    if constexpr (P::kDynamic) {
+      const u32 barrier = base + L::kWorkEmpty + 8 * (turn % 2);
+      if constexpr (kCluster > 1) {
+        ptx::mbarrier_arrive_cluster(ptx::mapa(barrier, 0));
+      } else {
+        ptx::mbarrier_arrive(barrier);
+      }
+    }
+  };
+
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<P::kProducerRegs>();
+    if (threadIdx.x == 0) {
+      // -- The producer: K one tile ahead of V ----------------------------------------------------
+      auto load_tile = [&](const ptx::TensorMap& map, u32 to, u32 full, u32 bytes, int panels,
+                           i32 tile, i32 head, i32 batch) {
+        ptx::mbarrier_arrive_expect_tx(full, bytes);
+        constexpr int kRows = kBlockN / kCluster;  // each CTA brings its share to both
+        const int first = rank * kRows;
+        for (int panel = 0; panel < panels; ++panel) {
+          const u32 at = to + (panel * kBlockN + first) * kPanelPitch;
+          if constexpr (kCluster > 1) {
+            ptx::tma_load_4d_multicast(at, map, full, panel * kPanelCols, tile * kBlockN + first,
+                                       head, batch, (1 << kCluster) - 1);
+          } else {
+            ptx::tma_load_4d(at, map, full, panel * kPanelCols, tile * kBlockN, head, batch);
+          }
+        }
+      };
+      u32 k_turn = 0, v_turn = 0;
+      i32 work = cluster;
+      for (u32 turn = 0;; ++turn) {
+        i32 next = work + clusters;
+        if constexpr (P::kDynamic) {
+          if (rank == 0) {
+            next = clusters + static_cast<i32>(atomicAdd(params.counter, 1u));
+            ptx::mbarrier_wait(base + L::kWorkEmpty + 8 * (turn % 2), turn / 2 % 2 ^ 1);
+            const i32 told = work < params.works ? work : -1;
+            const u32 slot = base + L::kWork + 4 * (turn % 2);
+            const u32 full = base + L::kWorkFull + 8 * (turn % 2);
+            ptx::st_shared(slot, told);
+            ptx::mbarrier_arrive(full);
+            if constexpr (kCluster > 1) {
+              ptx::st_shared_cluster(ptx::mapa(slot, 1), told);
+              ptx::mbarrier_arrive_release_cluster(ptx::mapa(full, 1));
+            }
+          } else {
+            const i32 told = receive(turn);
+            received(turn);
+            work = told < 0 ? params.works : told;
+          }
+        }
+        if (work >= params.works) break;
+        const Work<S, P> w(params, work, rank);
+        const i32 batch = w.flat_head / params.heads, head = w.flat_head % params.heads;
+        const i32 kv_head = head / params.group;
+        auto load_k = [&](i32 tile) {
+          const u32 stage = k_turn % kStages;
+          ptx::mbarrier_wait(base + L::kKEmpty + 8 * stage, k_turn / kStages % 2 ^ 1);
+          load_tile(params.k_map, base + L::kK + stage * S::K::kBytes, base + L::kKFull + 8 * stage,
+                    S::K::kBytes, S::K::kCount, tile, kv_head, batch);
+          ++k_turn;
+        };
+        auto load_v = [&](i32 tile) {
+          const u32 stage = v_turn % kStages;
+          ptx::mbarrier_wait(base + L::kVEmpty + 8 * stage, v_turn / kStages % 2 ^ 1);
+          load_tile(params.v_map, base + L::kV + stage * S::V::kBytes, base + L::kVFull + 8 * stage,
+                    S::V::kBytes, S::V::kCount, tile, kv_head, batch);
+          ++v_turn;
+        };
+        if (w.end > w.begin) load_k(w.end - 1);
+        const u32 q_parity = turn / P::kQStages % 2 ^ 1;
+        for (int i = 0; i < kWarpgroups; ++i) {
+          const u32 slot = turn % P::kQStages * kWarpgroups + i, full = base + L::kQFull + 8 * slot;
+          ptx::mbarrier_wait(base + L::kQEmpty + 8 * slot, q_parity);
+          ptx::mbarrier_arrive_expect_tx(full, S::Q::kBytes);
+          for (int panel = 0; panel < S::Q::kCount; ++panel) {
+            ptx::tma_load_4d(base + L::kQ + slot * L::kQSlot + panel * S::Q::kPanelBytes,
+                             params.q_map, full, panel * kPanelCols, w.first_row + 64 * i, head,
+                             batch);
+          }
+        }
+        for (i32 tile = w.end - 1; tile >= w.begin; --tile) {
+          if (tile > w.begin) load_k(tile - 1);
+          load_v(tile);
+        }
+        work = next;
+      }
+    } else if (threadIdx.x >= 32 && params.masked) {
+      // -- Three warps that look for NaN and Inf in tiles of V that some row does not see whole ---
+      u32 v_turn = 0, busy = 0;  // busy: pieces of work that had a tile
+      for (u32 turn = 0;; ++turn) {
+        const i32 work = receive(turn);
+        __syncwarp();
+        if (lane == 0) received(turn);
+        if (work < 0) break;
+        const Work<S, P> w(params, work, rank);
+        i32 begin, end;
+        Work<S, P>::tiles(band, w.first_row, w.last_row, begin, end);
+        for (i32 tile = w.end - 1; tile >= w.begin; --tile, ++v_turn) {
+          if (tile >= end || tile < begin || !w.scanned(tile)) continue;
+          const u32 stage = v_turn % kStages;
+          ptx::mbarrier_wait(base + L::kVFull + 8 * stage, v_turn / kStages % 2);
+          char* v = shared + L::kV + stage * S::V::kBytes;
+          if (clear_nonfinite<Half, S::V::kBytes, 32 * P::kScanWarps>(v, threadIdx.x - 32))
+            ptx::st_shared(base + L::kFound + 4 * (busy % kStages), static_cast<i32>(busy));
+          ptx::fence_proxy_async();
+          __syncwarp();
+          if (lane == 0) ptx::mbarrier_arrive(base + L::kVClean + 8 * stage);
+        }
+        busy += w.end > w.begin;
+      }
+    }
+  } else {
+    // -- Consumers: 64 rows each -------------------------------------------------------------------
+    ptx::setmaxnreg_inc<P::kConsumerRegs>();
+    const int mine = warpgroup - 1, thread = threadIdx.x % 128, warp = thread / 32, g = lane % 4;
+    constexpr int kColumns = S::kDv / 8 + (P::kOnes != Ones::kNone ? 1 : 0);
+    float s[2][kGroups][2], o[2][kColumns][2];
+    u32 p[kGroups / 2][4];
+    u32 k_turn = 0, v_turn = 0, busy = 0, clean_parity = 0;  // clean_parity: a bit per stage
+
+    // Warpgroups take turns at the tensor cores: one computes exponentials while the other's
+    // products run.
+    auto wait_turn = [&] {
+      if constexpr (P::kPingPong) ptx::bar_sync(kTurn + mine, 256);
+    };
+    auto pass_turn = [&] {
+      if constexpr (P::kPingPong)
+        ptx::bar_arrive(mine == kWarpgroups - 1 ? kTurn : kTurn + mine + 1, 256);
+    };
+    if (P::kPingPong && mine == kWarpgroups - 1) ptx::bar_arrive(kTurn, 256);
+
+    // One lane a warp tells every CTA whose loads reach this shared memory.
+    auto release = [&](u32 barrier) {
+      if constexpr (kCluster > 1) {
+        if (lane < kCluster) ptx::mbarrier_arrive_cluster(ptx::mapa(barrier, lane));
+      } else {
+        if (lane == 0) ptx::mbarrier_arrive(barrier);
+      }
+    };
+    auto wait_k = [&] {
+      ptx::mbarrier_wait(base + L::kKFull + 8 * (k_turn % kStages), k_turn / kStages % 2);
+    };
+    auto wait_v = [&](bool scanned) {
+      const u32 stage = v_turn % kStages;
+      ptx::mbarrier_wait(base + L::kVFull + 8 * stage, v_turn / kStages % 2);
+      if (scanned) {
+        ptx::mbarrier_wait(base + L::kVClean + 8 * stage, clean_parity >> stage & 1);
+        clean_parity ^= 1u << stage;
+      }
+    };
+    auto release_k = [&] { release(base + L::kKEmpty + 8 * (k_turn++ % kStages)); };
+    auto release_v = [&] { release(base + L::kVEmpty + 8 * (v_turn++ % kStages)); };
+
+    for (u32 turn = 0;; ++turn) {
+      const i32 piece = receive(turn);
+      __syncwarp();
+      if (lane == 0) received(turn);
+      if (piece < 0) break;
+      const Work<S, P> w(params, piece, rank);
+      const i32 first_row = w.first_row + 64 * mine, last_row = min(first_row + 64, band.n_q) - 1;
+      i32 begin, end, cta_begin, cta_end;  // tiles that this warpgroup sees, that the CTA sees
+      Work<S, P>::tiles(band, first_row, last_row, begin, end);
+      Work<S, P>::tiles(band, w.first_row, w.last_row, cta_begin, cta_end);
+      if (end <= begin) begin = end = w.begin;
+      const i32 full_begin = (band.low(last_row) + kBlockN - 1) / kBlockN,
+                full_end = band.high(first_row) / kBlockN;
+      const u32 slot = turn % P::kQStages * kWarpgroups + mine;
+      const u32 q = base + L::kQ + slot * L::kQSlot;
+
+      // Tiles that are here for others. Every warpgroup of a CTA takes as many turns: one for each
+      // of its tiles but the first.
+      auto skip = [&](i32 from, i32 to) {
+        for (i32 tile = from - 1; tile >= to; --tile) {
+          if (tile < cta_end && tile >= cta_begin) {
+            if (w.scanned(tile)) clean_parity ^= 1u << v_turn % kStages;
+            if (end > begin || tile < cta_end - 1) {
+              wait_turn();
+              pass_turn();
+            }
+          }
+          wait_k();
+          release_k();
+          wait_v(false);
+          release_v();
+        }
+      };
+      // S of a tile, capped, -inf where not seen.
+      auto mask = [&](i32 tile) {
+        if (tile >= full_begin && tile < full_end) return;
+        const i32 row = first_row + warp * 16 + lane / 4, start = tile * kBlockN + g * 2;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const i32 low = band.low(row + 8 * i) - start, high = band.high(row + 8 * i) - start;
+#pragma unroll
+          for (int j = 0; j < kGroups; ++j) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              if (j * 8 + e < low || j * 8 + e >= high) s[i][j][e] = negative_infinity();
+            }
+          }
+        }
+      };
+      auto cap = [&] {
+        if constexpr (kSoftcap) {
+#pragma unroll
+          for (int i = 0; i < 4 * kGroups; ++i)
+            (&s[0][0][0])[i] = capped((&s[0][0][0])[i], params.cap);
+        }
+      };
+
+      RowState state[2];
+      float alpha[2];
+      bool found = false;
+#pragma unroll
+      for (int i = 0; i < 4 * kColumns; ++i) (&o[0][0][0])[i] = 0.0f;
+      auto to_p = [&] {
+        if constexpr (A::kReference == Reference::kStale) {
+          update_stale<Half>(state, p, s, alpha, params.c, params.stale_limit);
+        } else {
+          update<A>(state, s, alpha, params.c);
+        }
+      };
+      // S and P of the tile below `tile`, while O takes the P of `tile`.
+      auto step = [&](i32 tile, bool plain) {
+        wait_k();
+        wait_v(!plain && w.scanned(tile));
+        wait_turn();
+        ptx::fence_operands(s);
+        ptx::fence_operands(o);
+        ptx::fence_operands(p);
+        ptx::wgmma_fence();
+        issue_scores<S>(s, q, base + L::kK + k_turn % kStages * S::K::kBytes);
+        ptx::wgmma_commit_group();
+        issue_output<S, P::kOnes>(o, p, base + L::kV + v_turn % kStages * S::V::kBytes,
+                                  base + L::kOnes);
+        ptx::wgmma_commit_group();
+        pass_turn();
+        ptx::wgmma_wait_group<1>();
+        ptx::fence_operands(s);
+        release_k();
+        cap();
+        if (!plain) mask(tile - 1);
+        if constexpr (A::kReference != Reference::kStale) to_p();
+        ptx::wgmma_wait_group<0>();
+        ptx::fence_operands(o);
+        ptx::fence_operands(p);
+        release_v();
+        if constexpr (A::kReference == Reference::kStale) {
+          to_p();
+        } else {
+          pack<Half>(p, s);
+        }
+        if (__any_sync(kWholeWarp, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
+#pragma unroll
+          for (int i = 0; i < 4 * kColumns; ++i) {
+            float& x = (&o[0][0][0])[i];
+            x = __fmul_rn(x, alpha[i / (2 * kColumns)]);
+          }
+        }
+      };
+
+      skip(w.end, end);
+      ptx::mbarrier_wait(base + L::kQFull + 8 * slot, turn / P::kQStages % 2);
+      if (end > begin) {
+        wait_k();
+        ptx::fence_operands(s);
+        ptx::wgmma_fence();
+        issue_scores<S>(s, q, base + L::kK + k_turn % kStages * S::K::kBytes);
+        ptx::wgmma_commit_group();
+        ptx::wgmma_wait_group<0>();
+        ptx::fence_operands(s);
+        release_k();
+        cap();
+        mask(end - 1);
+        to_p();
+        if constexpr (A::kReference != Reference::kStale) pack<Half>(p, s);
+        // Tiles at the right edge of the band, in the middle of it, at the left edge.
+        const i32 plain_top = min(min(full_end, w.clean_end - 1), end - 1);
+        const i32 plain_bottom = max(max(full_begin, w.clean_begin), begin) + 1;
+        i32 tile = end - 1;
+        while (tile > begin) {
+#pragma unroll 1
+          for (; tile > begin && (tile > plain_top || tile < plain_bottom); --tile)
+            step(tile, false);
+#pragma unroll 1
+          for (; tile >= plain_bottom && tile <= plain_top; --tile) step(tile, true);
+        }
+        wait_v(w.scanned(begin));
+        ptx::fence_operands(o);
+        ptx::fence_operands(p);
+        ptx::wgmma_fence();
+        issue_output<S, P::kOnes>(o, p, base + L::kV + v_turn % kStages * S::V::kBytes,
+                                  base + L::kOnes);
+        ptx::wgmma_commit_group();
+        ptx::wgmma_wait_group<0>();
+        ptx::fence_operands(o);
+        if (params.masked)
+          found = ptx::ld_shared(base + L::kFound + 4 * (busy % kStages)) == static_cast<i32>(busy);
+        release_v();
+      }
+      skip(begin, w.begin);
+      busy += w.end > w.begin;
+
+      // -- Epilogue: O in halves leaves through this warpgroup's place of Q -----------------------
+      const i32 batch = w.flat_head / params.heads, head = w.flat_head % params.heads;
+      const i32 row = first_row + warp * 16 + lane / 4;
+      bool sees[2];
+      float inverse[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float l = quad_sum(state[i].l);
+        sees[i] = band.high(row + 8 * i) > band.low(row + 8 * i);
+        inverse[i] = sees[i] ? __frcp_rn(A::kRoundedSum ? o[i][kColumns - 1][0] : l) : 0.0f;
+        if (g == 0 && row + 8 * i < band.n_q) {
+          const float lse =
+              __fmul_rn(__fadd_rn(state[i].r, ptx::lg2_approx_ftz(l)), 0.693147182464599609375f);
+          params.lse[static_cast<i64>(w.flat_head) * band.n_q + row + 8 * i] =
+              sees[i] ? lse : negative_infinity();
+        }
+      }
+      ptx::bar_sync(kStore + mine, 128);  // every warp has read Q
+      auto scaled = [&](int i, int j, int e) {
+        return sees[i] ? __fmul_rn(o[i][j][e], inverse[i]) : 0.0f;
+      };
+      if constexpr (kFloatOut) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (row + 8 * i >= band.n_q) continue;
+          float* out = static_cast<float*>(params.out) +
+                       params.out_strides.at(batch, head, row + 8 * i) + g * 2;
+#pragma unroll
+          for (int j = 0; j < S::kDv / 8; ++j) {
+            if (j * 8 >= params.d_v) continue;
+            *reinterpret_cast<float2*>(out + j * 8) =
+                make_float2(scaled(i, j, 0), scaled(i, j, 1));
+          }
+        }
+      } else {
+        const int matrix_row = warp * 16 + lane % 16;
+#pragma unroll
+        for (int j = 0; j < S::kDv / 8; j += 2) {
+          u32 packed[2][2];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float x = scaled(i % 2, j + i / 2, 0), y = scaled(i % 2, j + i / 2, 1);
+            packed[i % 2][i / 2] = Half::pack(x, y);
+            if (params.rest != nullptr && row + i % 2 * 8 < band.n_q &&
+                (j + i / 2) * 8 < params.d_v) {
+              u16* rest = params.rest + params.rest_strides.at(batch, head, row + i % 2 * 8);
+              *reinterpret_cast<u32*>(rest + (j + i / 2) * 8 + g * 2) =
+                  pack_rest<Half>(x, y, packed[i % 2][i / 2]);
+            }
+          }
+          ptx::stmatrix_x4(q + S::O::chunk(matrix_row, j * 8 + lane / 16 * 8), packed[0][0],
+                           packed[1][0], packed[0][1], packed[1][1]);
+        }
+        ptx::fence_proxy_async();
+        ptx::bar_sync(kStore + mine, 128);
+      }
+      if (found) {
+        // NaN and Inf of V that were taken out, to the rows that see them.
+        if constexpr (kFloatOut) ptx::bar_sync(kStore + mine, 128);
+        const u16* v = params.v + params.v_strides.at(batch, head / params.group, 0);
+#pragma unroll 1
+        for (i32 i = thread; i < (last_row - first_row + 1) * params.d_v; i += 128) {
+          const i32 local = i / params.d_v, column = i % params.d_v;
+          const float special = visible_special<Half>(
+              band, v + column, params.v_strides.row, first_row + local, w.clean_begin * kBlockN,
+              w.clean_end * kBlockN);
+          if (special == 0.0f) continue;
+          if constexpr (kFloatOut) {
+            float* out = static_cast<float*>(params.out) +
+                         params.out_strides.at(batch, head, first_row + local) + column;
+            *out = __fadd_rn(*out, special);
+          } else {
+            u16* out = reinterpret_cast<u16*>(shared + (q - base) + S::O::chunk(local, column)) +
+                       column % 8;
+            *out = static_cast<u16>(Half::pack(__fadd_rn(Half::widen(*out), special), 0.0f));
+            if (params.rest != nullptr) {
+              params.rest[params.rest_strides.at(batch, head, first_row + local) + column] =
+                  0x7fff;  // Inf - Inf
+            }
+          }
+        }
+        ptx::fence_proxy_async();
+        ptx::bar_sync(kStore + mine, 128);
+      }
+      if (thread == 0) {
+        if constexpr (!kFloatOut) {
+          if (first_row < band.n_q) {
+            for (int panel = 0; panel * kPanelCols < params.d_v; ++panel) {
+              ptx::tma_store_4d(q + panel * S::O::kPanelBytes, params.out_map, panel * kPanelCols,
+                                first_row, head, batch);
+            }
+            ptx::cp_async_bulk_commit_group();
+            ptx::cp_async_bulk_wait_group_read<0>();
+          }
+        }
+        ptx::mbarrier_arrive(base + L::kQEmpty + 8 * slot);
+      }
+    }
+  }
+  if constexpr (kCluster > 1) {  // a CTA's shared memory stays until its peer is done with it
+    __syncwarp();
+    ptx::barrier_cluster_arrive_release();
+    ptx::barrier_cluster_wait_acquire();
+  }
+}
+
+}  // namespace cuflash::sm90
