@@ -58,5 +58,5 @@ class Launcher(Protocol):
 
 
 def launcher(family: str) -> Launcher:
-    """The launcher module of a kernel family ("sm80"), imported when first asked for."""
+    """The launcher module of a kernel family ("sm80", "sm90"), imported when first asked for."""
     return cast(Launcher, importlib.import_module(f"cuflash.{family}"))

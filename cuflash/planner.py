@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cuflash.problem import GpuProblem
+from emulation.plan import TILE_N as TILE_N_HOPPER
 from emulation.plan import BackwardPlan, Numerics, Plan, default_plan
 
 #: Rule of the tensor core (`emulation.tensor_core.RULES`) by architecture. sm_120 has no
@@ -21,7 +22,17 @@ RULES = {
 #: Keys per tile, by kernel family and head dimension. sm80: what leaves S beside O within 255
 #: registers a thread, and Q, K and V within the 99 kB of shared memory that sm_86, sm_89 and sm_120
 #: give a block.
-TILE_N: dict[str, dict[int, int]] = {"sm80": {64: 96, 112: 64, 128: 48, 256: 64}}
+TILE_N: dict[str, dict[int, int]] = {
+    "sm80": {64: 96, 112: 64, 128: 48, 256: 64},
+    "sm90": TILE_N_HOPPER,
+}
+#: The numerics that the Hopper kernels have; others run on those of sm80, under a Plan of theirs.
+HOPPER: dict[str, tuple[str, ...]] = {
+    "reference": ("row-max", "power-of-two", "stale"),
+    "p": ("input",),
+    "exp2": ("hardware",),
+    "accumulate": ("tensor-core",),
+}
 #: Tiles of the backward (queries, keys) by head dimension, for the same reasons; registers hold dK
 #: and dV as well.
 BACKWARD: dict[str, dict[int, tuple[int, int]]] = {"sm80": {128: (32, 64), 256: (32, 32)}}
@@ -46,11 +57,21 @@ def arch_of(capability: int) -> str:
     return f"sm{max(c for c in known if c <= capability)}"
 
 
-def family_of(arch: str) -> str:
-    """The kernel family that runs on an architecture."""
+def family_of(arch: str, dtype: str, numerics: Numerics) -> str:
+    """The kernel family that runs the forward of a format under these numerics.
+
+    >>> family_of("sm90", "bfloat16", Numerics()), family_of("sm90", "bfloat16", Numerics(p="split"))
+    ('sm90', 'sm80')
+    """
     if arch not in RULES:
         raise ValueError(f"arch: got {arch!r}, must be one of {', '.join(RULES)}")
-    return "sm80"
+    hopper = all(getattr(numerics, name) in allowed for name, allowed in HOPPER.items())
+    return "sm90" if arch == "sm90" and dtype != "float32" and hopper else "sm80"
+
+
+def tile_of(family: str, width: int) -> int:
+    """Keys per tile of a family's half formats, for the larger of both head dimensions."""
+    return next(tile for d, tile in TILE_N[family].items() if width <= d)
 
 
 def plan_for(
@@ -59,7 +80,7 @@ def plan_for(
     """The Plan that runs for this problem on arch ("sm80", "sm86", "sm89", "sm90", "sm100",
     "sm120"). Raises ValueError or TypeError for arch and numerics.
     """
-    table = TILE_N[family_of(arch)]
+    family = family_of(arch, problem.dtype, Numerics.of(numerics))
     width = max(problem.d, problem.d_v)
     if problem.dtype == "float32":
         table = TILE_FLOAT32_SMALL if arch in SMALL else TILE_FLOAT32
@@ -71,11 +92,11 @@ def plan_for(
             tile_n=tile,
             backward=BackwardPlan(tile_m=tile, tile_n=tile),
         )
-    rows, keys = next(tile for d, tile in BACKWARD[family_of(arch)].items() if width <= d)
+    rows, keys = next(tile for d, tile in BACKWARD["sm80"].items() if width <= d)
     return default_plan(
         problem.shapes,
         numerics,
         arch=RULES[arch],
-        tile_n=next(tile for d, tile in table.items() if width <= d),
+        tile_n=tile_of(family, width),
         backward=BackwardPlan(tile_m=rows, tile_n=keys),
     )
