@@ -87,12 +87,13 @@ constexpr u32 kTurn = 1, kStore = 5;  // + warpgroup
 // S = Q K^T of one warpgroup, issued.
 template <class S>
 __device__ __forceinline__ void issue_scores(Scores<S::kGroups>& s, u32 q, u32 k) {
-  const u64 a = descriptor(q, 16), b = descriptor(k, 16);
+  const u32 a = descriptor(q, 16), b = descriptor(k, 16);
 #pragma unroll
   for (int kk = 0; kk < S::kD / 16; ++kk) {
-    const u64 a_step = (kk / 4 * S::Q::kPanelBytes + kk % 4 * 32) / 16,
+    const u32 a_step = (kk / 4 * S::Q::kPanelBytes + kk % 4 * 32) / 16,
               b_step = (kk / 4 * S::K::kPanelBytes + kk % 4 * 32) / 16;
-    ptx::Wgmma<S::kBlockN>::template ss<S::kBf16, 0>(s, a + a_step, b + b_step, kk > 0);
+    ptx::Wgmma<S::kBlockN>::template ss<S::kBf16, 0>(s, whole(a + a_step), whole(b + b_step),
+                                                        kk > 0);
   }
 }
 
@@ -101,20 +102,20 @@ template <class S, Ones kOnes, int kColumns>
 __device__ __forceinline__ void issue_output(Scores<kColumns>& o,
                                              const u32 (&p)[S::kGroups / 2][4], u32 v, u32 ones) {
   constexpr int kDv = S::kDv, kGroupsV = kDv / 8;
-  const u64 b = descriptor(v, S::V::kPanelBytes);
+  const u32 b = descriptor(v, S::V::kPanelBytes);
 #pragma unroll
   for (int kk = 0; kk < S::kBlockN / 16; ++kk) {
-    const u64 step = kk * 16 * kPanelPitch / 16;
+    const u32 step = kk * 16 * kPanelPitch / 16;
     if constexpr (kOnes == Ones::kJoined) {
       constexpr int kFirst = kDv - kPanelCols;  // columns of the product without the ones
-      if constexpr (kFirst > 0) ptx::Wgmma<kFirst>::template rs<S::kBf16, 0>(o, p[kk], b + step);
+      if constexpr (kFirst > 0) ptx::Wgmma<kFirst>::template rs<S::kBf16, 0>(o, p[kk], whole(b + step));
       const u32 last = v + S::V::kPanelBytes * (S::V::kCount - 1);
-      const u64 joined = descriptor(last, ones - last) + step - (step << 16);
-      ptx::Wgmma<kPanelCols + 8>::template rs<S::kBf16, kFirst / 8>(o, p[kk], joined);
+      const u32 joined = descriptor(last, ones - last) + step - (step << 16);
+      ptx::Wgmma<kPanelCols + 8>::template rs<S::kBf16, kFirst / 8>(o, p[kk], whole(joined));
     } else {
-      ptx::Wgmma<kDv>::template rs<S::kBf16, 0>(o, p[kk], b + step);
+      ptx::Wgmma<kDv>::template rs<S::kBf16, 0>(o, p[kk], whole(b + step));
       if constexpr (kOnes == Ones::kApart)
-        ptx::Wgmma<8>::template rs<S::kBf16, kGroupsV>(o, p[kk], descriptor(ones, 16));
+        ptx::Wgmma<8>::template rs<S::kBf16, kGroupsV>(o, p[kk], whole(descriptor(ones, 16)));
     }
   }
 }
@@ -312,7 +313,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
       }
     } else if (threadIdx.x >= 32 && params.masked) {
       // -- Three warps that look for NaN and Inf in tiles of V that some row does not see whole ---
-      u32 v_turn = 0, busy = 0;  // busy: pieces of work that had a tile
+      u32 v_turn = 0;
       for (u32 turn = 0;; ++turn) {
         const i32 work = receive(turn);
         __syncwarp();
@@ -327,22 +328,22 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
           ptx::mbarrier_wait(base + L::kVFull + 8 * stage, v_turn / kStages % 2);
           char* v = shared + L::kV + stage * S::V::kBytes;
           if (clear_nonfinite<Half, S::V::kBytes, 32 * P::kScanWarps>(v, threadIdx.x - 32))
-            ptx::st_shared(base + L::kFound + 4 * (busy % kStages), static_cast<i32>(busy));
+            ptx::st_shared(base + L::kFound + 4 * stage, static_cast<i32>(v_turn));
           ptx::fence_proxy_async();
           __syncwarp();
           if (lane == 0) ptx::mbarrier_arrive(base + L::kVClean + 8 * stage);
         }
-        busy += w.end > w.begin;
       }
     }
   } else {
     // -- Consumers: 64 rows each -------------------------------------------------------------------
     ptx::setmaxnreg_inc<P::kConsumerRegs>();
-    const int mine = warpgroup - 1, thread = threadIdx.x % 128, warp = thread / 32, g = lane % 4;
+    const int mine = warpgroup - 1;
     constexpr int kColumns = S::kDv / 8 + (P::kOnes != Ones::kNone ? 1 : 0);
     float s[2][kGroups][2], o[2][kColumns][2];
     u32 p[kGroups / 2][4];
-    u32 k_turn = 0, v_turn = 0, busy = 0, clean_parity = 0;  // clean_parity: a bit per stage
+    u32 kv = 0;            // V tiles used so far; K is as far, or one ahead
+    u32 clean_parity = 0;  // a bit per stage
 
     // Warpgroups take turns at the tensor cores: one computes exponentials while the other's
     // products run.
@@ -363,19 +364,20 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
         if (lane == 0) ptx::mbarrier_arrive(barrier);
       }
     };
-    auto wait_k = [&] {
-      ptx::mbarrier_wait(base + L::kKFull + 8 * (k_turn % kStages), k_turn / kStages % 2);
+    auto wait_k = [&](u32 k) {
+      ptx::mbarrier_wait(base + L::kKFull + 8 * (k % kStages), k / kStages % 2);
     };
-    auto wait_v = [&](bool scanned) {
-      const u32 stage = v_turn % kStages;
-      ptx::mbarrier_wait(base + L::kVFull + 8 * stage, v_turn / kStages % 2);
-      if (scanned) {
-        ptx::mbarrier_wait(base + L::kVClean + 8 * stage, clean_parity >> stage & 1);
-        clean_parity ^= 1u << stage;
-      }
+    auto release_k = [&](u32 k) { release(base + L::kKEmpty + 8 * (k % kStages)); };
+    auto k_tile = [&](u32 k) { return base + L::kK + k % kStages * S::K::kBytes; };
+    auto wait_v = [&] { ptx::mbarrier_wait(base + L::kVFull + 8 * (kv % kStages), kv / kStages % 2); };
+    auto release_v = [&] { release(base + L::kVEmpty + 8 * (kv++ % kStages)); };
+    // V of a tile that is looked through first; true if it held NaN or Inf.
+    auto wait_clean = [&] {
+      const u32 stage = kv % kStages;
+      ptx::mbarrier_wait(base + L::kVClean + 8 * stage, clean_parity >> stage & 1);
+      clean_parity ^= 1u << stage;
+      return ptx::ld_shared(base + L::kFound + 4 * stage) == static_cast<i32>(kv);
     };
-    auto release_k = [&] { release(base + L::kKEmpty + 8 * (k_turn++ % kStages)); };
-    auto release_v = [&] { release(base + L::kVEmpty + 8 * (v_turn++ % kStages)); };
 
     for (u32 turn = 0;; ++turn) {
       const i32 piece = receive(turn);
@@ -390,7 +392,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
       if (end <= begin) begin = end = w.begin;
       const i32 full_begin = (band.low(last_row) + kBlockN - 1) / kBlockN,
                 full_end = band.high(first_row) / kBlockN;
-      const u32 slot = turn % P::kQStages * kWarpgroups + mine;
+      const u32 slot = turn % P::kQStages * kWarpgroups + ptx::opaque(mine);
       const u32 q = base + L::kQ + slot * L::kQSlot;
 
       // Tiles that are here for others. Every warpgroup of a CTA takes as many turns: one for each
@@ -398,22 +400,24 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
       auto skip = [&](i32 from, i32 to) {
         for (i32 tile = from - 1; tile >= to; --tile) {
           if (tile < cta_end && tile >= cta_begin) {
-            if (w.scanned(tile)) clean_parity ^= 1u << v_turn % kStages;
+            if (w.scanned(tile)) clean_parity ^= 1u << kv % kStages;
             if (end > begin || tile < cta_end - 1) {
               wait_turn();
               pass_turn();
             }
           }
-          wait_k();
-          release_k();
-          wait_v(false);
+          wait_k(kv);
+          release_k(kv);
+          wait_v();
           release_v();
         }
       };
       // S of a tile, capped, -inf where not seen.
       auto mask = [&](i32 tile) {
         if (tile >= full_begin && tile < full_end) return;
-        const i32 row = first_row + warp * 16 + lane / 4, start = tile * kBlockN + g * 2;
+        const int thread = ptx::thread_index() % 128;
+        const i32 row = first_row + thread / 32 * 16 + thread % 32 / 4,
+                  start = tile * kBlockN + thread % 4 * 2;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const i32 low = band.low(row + 8 * i) - start, high = band.high(row + 8 * i) - start;
@@ -448,22 +452,23 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
       };
       // S and P of the tile below `tile`, while O takes the P of `tile`.
       auto step = [&](i32 tile, bool plain) {
-        wait_k();
-        wait_v(!plain && w.scanned(tile));
+        wait_k(kv + 1);
+        wait_v();
+        if (!plain && w.scanned(tile)) found |= wait_clean();
         wait_turn();
         ptx::fence_operands(s);
         ptx::fence_operands(o);
         ptx::fence_operands(p);
         ptx::wgmma_fence();
-        issue_scores<S>(s, q, base + L::kK + k_turn % kStages * S::K::kBytes);
+        issue_scores<S>(s, q, k_tile(kv + 1));
         ptx::wgmma_commit_group();
-        issue_output<S, P::kOnes>(o, p, base + L::kV + v_turn % kStages * S::V::kBytes,
+        issue_output<S, P::kOnes>(o, p, base + L::kV + kv % kStages * S::V::kBytes,
                                   base + L::kOnes);
         ptx::wgmma_commit_group();
         pass_turn();
         ptx::wgmma_wait_group<1>();
         ptx::fence_operands(s);
-        release_k();
+        release_k(kv + 1);
         cap();
         if (!plain) mask(tile - 1);
         if constexpr (A::kReference != Reference::kStale) to_p();
@@ -488,14 +493,14 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
       skip(w.end, end);
       ptx::mbarrier_wait(base + L::kQFull + 8 * slot, turn / P::kQStages % 2);
       if (end > begin) {
-        wait_k();
+        wait_k(kv);
         ptx::fence_operands(s);
         ptx::wgmma_fence();
-        issue_scores<S>(s, q, base + L::kK + k_turn % kStages * S::K::kBytes);
+        issue_scores<S>(s, q, k_tile(kv));
         ptx::wgmma_commit_group();
         ptx::wgmma_wait_group<0>();
         ptx::fence_operands(s);
-        release_k();
+        release_k(kv);
         cap();
         mask(end - 1);
         to_p();
@@ -511,43 +516,46 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
 #pragma unroll 1
           for (; tile >= plain_bottom && tile <= plain_top; --tile) step(tile, true);
         }
-        wait_v(w.scanned(begin));
+        wait_v();
+        if (w.scanned(begin)) found |= wait_clean();
         ptx::fence_operands(o);
         ptx::fence_operands(p);
         ptx::wgmma_fence();
-        issue_output<S, P::kOnes>(o, p, base + L::kV + v_turn % kStages * S::V::kBytes,
+        issue_output<S, P::kOnes>(o, p, base + L::kV + kv % kStages * S::V::kBytes,
                                   base + L::kOnes);
         ptx::wgmma_commit_group();
         ptx::wgmma_wait_group<0>();
         ptx::fence_operands(o);
-        if (params.masked)
-          found = ptx::ld_shared(base + L::kFound + 4 * (busy % kStages)) == static_cast<i32>(busy);
         release_v();
       }
       skip(begin, w.begin);
-      busy += w.end > w.begin;
 
       // -- Epilogue: O in halves leaves through this warpgroup's place of Q -----------------------
-      const i32 batch = w.flat_head / params.heads, head = w.flat_head % params.heads;
-      const i32 row = first_row + warp * 16 + lane / 4;
-      bool sees[2];
+      const Work<S, P> done(params, ptx::opaque(piece), rank);  // nothing kept through the loops
+      const i32 batch = done.flat_head / params.heads, head = done.flat_head % params.heads;
+      const int thread = ptx::thread_index() % 128, warp = thread / 32, g = thread % 4;
+      const i32 block_row = done.first_row + 64 * mine;
+      const i32 row = block_row + warp * 16 + thread % 32 / 4;
       float inverse[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float l = quad_sum(state[i].l);
-        sees[i] = band.high(row + 8 * i) > band.low(row + 8 * i);
-        inverse[i] = sees[i] ? __frcp_rn(A::kRoundedSum ? o[i][kColumns - 1][0] : l) : 0.0f;
+        const bool sees = band.high(row + 8 * i) > band.low(row + 8 * i);
+        inverse[i] = sees ? __frcp_rn(A::kRoundedSum ? o[i][kColumns - 1][0] : l) : 0.0f;
         if (g == 0 && row + 8 * i < band.n_q) {
           const float lse =
               __fmul_rn(__fadd_rn(state[i].r, ptx::lg2_approx_ftz(l)), 0.693147182464599609375f);
-          params.lse[static_cast<i64>(w.flat_head) * band.n_q + row + 8 * i] =
-              sees[i] ? lse : negative_infinity();
+          params.lse[static_cast<i64>(done.flat_head) * band.n_q + row + 8 * i] =
+              sees ? lse : negative_infinity();
         }
       }
-      ptx::bar_sync(kStore + mine, 128);  // every warp has read Q
-      auto scaled = [&](int i, int j, int e) {
-        return sees[i] ? __fmul_rn(o[i][j][e], inverse[i]) : 0.0f;
-      };
+      const u32 together = kStore + ptx::opaque(mine);
+      ptx::bar_sync(together, 128);  // every warp has read Q
+#pragma unroll
+      for (int i = 0; i < 4 * kColumns; ++i) {  // O of rows that see nothing is 0
+        float& x = (&o[0][0][0])[i];
+        x = __fmul_rn(x, inverse[i / (2 * kColumns)]);
+      }
       if constexpr (kFloatOut) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -556,67 +564,69 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
                        params.out_strides.at(batch, head, row + 8 * i) + g * 2;
 #pragma unroll
           for (int j = 0; j < S::kDv / 8; ++j) {
-            if (j * 8 >= params.d_v) continue;
-            *reinterpret_cast<float2*>(out + j * 8) =
-                make_float2(scaled(i, j, 0), scaled(i, j, 1));
+            if (j * 8 < params.d_v)
+              *reinterpret_cast<float2*>(out + j * 8) = make_float2(o[i][j][0], o[i][j][1]);
           }
         }
       } else {
-        const int matrix_row = warp * 16 + lane % 16;
+        if (params.rest != nullptr) {
 #pragma unroll
-        for (int j = 0; j < S::kDv / 8; j += 2) {
-          u32 packed[2][2];
+          for (int i = 0; i < 2; ++i) {
+            if (row + 8 * i >= band.n_q) continue;
+            u16* rest = params.rest + params.rest_strides.at(batch, head, row + 8 * i) + g * 2;
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float x = scaled(i % 2, j + i / 2, 0), y = scaled(i % 2, j + i / 2, 1);
-            packed[i % 2][i / 2] = Half::pack(x, y);
-            if (params.rest != nullptr && row + i % 2 * 8 < band.n_q &&
-                (j + i / 2) * 8 < params.d_v) {
-              u16* rest = params.rest + params.rest_strides.at(batch, head, row + i % 2 * 8);
-              *reinterpret_cast<u32*>(rest + (j + i / 2) * 8 + g * 2) =
-                  pack_rest<Half>(x, y, packed[i % 2][i / 2]);
+            for (int j = 0; j < S::kDv / 8; ++j) {
+              const float x = o[i][j][0], y = o[i][j][1];
+              if (j * 8 < params.d_v)
+                *reinterpret_cast<u32*>(rest + j * 8) = pack_rest<Half>(x, y, Half::pack(x, y));
             }
           }
-          ptx::stmatrix_x4(q + S::O::chunk(matrix_row, j * 8 + lane / 16 * 8), packed[0][0],
-                           packed[1][0], packed[0][1], packed[1][1]);
+        }
+        const int matrix_row = warp * 16 + thread % 16;
+#pragma unroll
+        for (int j = 0; j < S::kDv / 8; j += 2) {
+          ptx::stmatrix_x4(q + S::O::chunk(matrix_row, j * 8 + thread % 32 / 16 * 8),
+                           Half::pack(o[0][j][0], o[0][j][1]), Half::pack(o[1][j][0], o[1][j][1]),
+                           Half::pack(o[0][j + 1][0], o[0][j + 1][1]),
+                           Half::pack(o[1][j + 1][0], o[1][j + 1][1]));
         }
         ptx::fence_proxy_async();
-        ptx::bar_sync(kStore + mine, 128);
+        ptx::bar_sync(together, 128);
       }
       if (found) {
         // NaN and Inf of V that were taken out, to the rows that see them.
-        if constexpr (kFloatOut) ptx::bar_sync(kStore + mine, 128);
+        if constexpr (kFloatOut) ptx::bar_sync(together, 128);
         const u16* v = params.v + params.v_strides.at(batch, head / params.group, 0);
 #pragma unroll 1
-        for (i32 i = thread; i < (last_row - first_row + 1) * params.d_v; i += 128) {
+        for (i32 i = thread; i < (min(64, band.n_q - block_row)) * params.d_v; i += 128) {
           const i32 local = i / params.d_v, column = i % params.d_v;
           const float special = visible_special<Half>(
-              band, v + column, params.v_strides.row, first_row + local, w.clean_begin * kBlockN,
-              w.clean_end * kBlockN);
+              band, v + column, params.v_strides.row, block_row + local, done.clean_begin * kBlockN,
+              done.clean_end * kBlockN);
           if (special == 0.0f) continue;
           if constexpr (kFloatOut) {
             float* out = static_cast<float*>(params.out) +
-                         params.out_strides.at(batch, head, first_row + local) + column;
+                         params.out_strides.at(batch, head, block_row + local) + column;
             *out = __fadd_rn(*out, special);
           } else {
             u16* out = reinterpret_cast<u16*>(shared + (q - base) + S::O::chunk(local, column)) +
                        column % 8;
             *out = static_cast<u16>(Half::pack(__fadd_rn(Half::widen(*out), special), 0.0f));
             if (params.rest != nullptr) {
-              params.rest[params.rest_strides.at(batch, head, first_row + local) + column] =
+              params.rest[params.rest_strides.at(batch, head, block_row + local) + column] =
                   0x7fff;  // Inf - Inf
             }
           }
         }
         ptx::fence_proxy_async();
-        ptx::bar_sync(kStore + mine, 128);
+        ptx::bar_sync(together, 128);
       }
       if (thread == 0) {
         if constexpr (!kFloatOut) {
-          if (first_row < band.n_q) {
+          if (block_row < band.n_q) {
             for (int panel = 0; panel * kPanelCols < params.d_v; ++panel) {
               ptx::tma_store_4d(q + panel * S::O::kPanelBytes, params.out_map, panel * kPanelCols,
-                                first_row, head, batch);
+                                block_row, head, batch);
             }
             ptx::cp_async_bulk_commit_group();
             ptx::cp_async_bulk_wait_group_read<0>();

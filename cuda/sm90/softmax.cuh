@@ -132,27 +132,28 @@ __device__ __forceinline__ void update_stale(RowState (&rows)[2], u32 (&p)[kGrou
     for (int i = 0; i < 2; ++i)
       rows[i].r = follow<Reference::kStale>(old[i], __fmul_rn(quad_max(top[i]), c));
   }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) r[i] = rows[i].r == negative_infinity() ? 0.0f : rows[i].r;
+  rounded_probabilities<Half, false>(p, t, s, r, c);
+  if (__any_sync(kWholeWarp, unusual(r[0]) || unusual(r[1]) || !(t[0] <= limit) ||
+                                 !(t[1] <= limit))) {
 #pragma unroll 1
-  for (bool again = false;; again = true) {
+    for (int again = 0; again < 2; ++again) {
+      if (again == 1) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) r[i] = rows[i].r == negative_infinity() ? 0.0f : rows[i].r;
-    if (__any_sync(kWholeWarp, unusual(r[0]) || unusual(r[1]))) {
+        for (int i = 0; i < 2; ++i) {
+          const bool move = quad_any(!(t[i] <= limit)) && rows[i].r != negative_infinity();
+          float top = negative_infinity();
+#pragma unroll
+          for (int j = 0; j < kGroups; ++j)
+            top = fmaxf(top, fmaxf(argument<true>(s[i][j][0], c, r[i]),
+                                   argument<true>(s[i][j][1], c, r[i])));
+          top = quad_max(top);
+          if (move && fabsf(top) < __int_as_float(0x7f800000))
+            r[i] = rows[i].r = __fadd_rn(rows[i].r, fmaxf(ceilf(top), 0.0f));
+        }
+      }
       rounded_probabilities<Half, true>(p, t, s, r, c);
-    } else {
-      rounded_probabilities<Half, false>(p, t, s, r, c);
-    }
-    if (again || !__any_sync(kWholeWarp, !(t[0] <= limit) || !(t[1] <= limit))) break;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const bool move = quad_any(!(t[i] <= limit)) && rows[i].r != negative_infinity();
-      float top = negative_infinity();
-#pragma unroll
-      for (int j = 0; j < kGroups; ++j)
-        top = fmaxf(top, fmaxf(argument<true>(s[i][j][0], c, r[i]),
-                               argument<true>(s[i][j][1], c, r[i])));
-      top = quad_max(top);
-      if (move && fabsf(top) < __int_as_float(0x7f800000))
-        rows[i].r = __fadd_rn(rows[i].r, fmaxf(ceilf(top), 0.0f));
     }
   }
 #pragma unroll

@@ -27,12 +27,16 @@ struct Panels {
   }
 };
 
-// A wgmma operand: 16-byte units of the address (without the rank that clusters add to it), the step
-// between panels and the step between groups of eight rows.
-__device__ __forceinline__ u64 descriptor(u32 address, u32 panel_bytes) {
+// A wgmma operand is 64 bits: address (without the rank that clusters add to it) and step between
+// panels in units of 16 bytes, the step between groups of eight rows, the kind of swizzle. The lower
+// half varies; the step along k is added to it.
+__device__ __forceinline__ u32 descriptor(u32 address, u32 panel_bytes) {
+  return (address & 0x3ffff) / 16 | panel_bytes / 16 << 16;
+}
+
+__device__ __forceinline__ u64 whole(u32 descriptor) {
   constexpr u64 kGroup = 8 * kPanelPitch / 16, kSwizzle128 = 1;
-  return static_cast<u64>((address & 0x3ffff) / 16) | static_cast<u64>(panel_bytes / 16) << 16 |
-         kGroup << 32 | kSwizzle128 << 62;
+  return kSwizzle128 << 62 | kGroup << 32 | descriptor;
 }
 
 }  // namespace cuflash
