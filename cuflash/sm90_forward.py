@@ -187,7 +187,8 @@ def forward(
     params["works"], params["masked"] = works, is_masked(p)
     if s.dynamic:
         bytes_of_head = 2 * p.n_k * (p.d + p.d_v)
-        params["heads_together"] = max(1, L2_BYTES // bytes_of_head) * p.group
+        together = max(1, L2_BYTES // bytes_of_head) * p.group
+        params["heads_together"] = min(together, p.batch * p.heads)
     else:
         params["heads_together"] = 1
     params["c"] = const.c
