@@ -87,7 +87,7 @@ constexpr u32 kTurn = 1, kStore = 5;  // + warpgroup
 // S = Q K^T of one warpgroup, issued.
 template <class S>
 __device__ __forceinline__ void issue_scores(Scores<S::kGroups>& s, u32 q, u32 k) {
-  const u32 a = descriptor(q, 16), b = descriptor(k, 16);
+  const u32 a = ptx::opaque(descriptor(q, 16)), b = descriptor(k, 16);
 #pragma unroll
   for (int kk = 0; kk < S::kD / 16; ++kk) {
     const u32 a_step = (kk / 4 * S::Q::kPanelBytes + kk % 4 * 32) / 16,
@@ -392,8 +392,8 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
       if (end <= begin) begin = end = w.begin;
       const i32 full_begin = (band.low(last_row) + kBlockN - 1) / kBlockN,
                 full_end = band.high(first_row) / kBlockN;
-      const u32 slot = turn % P::kQStages * kWarpgroups + ptx::opaque(mine);
-      const u32 q = base + L::kQ + slot * L::kQSlot;
+      const u32 slot = turn % P::kQStages * kWarpgroups + mine;
+      const u32 q = ptx::opaque(base + L::kQ + slot * L::kQSlot);
 
       // Tiles that are here for others. Every warpgroup of a CTA takes as many turns: one for each
       // of its tiles but the first.
@@ -549,7 +549,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
               sees ? lse : negative_infinity();
         }
       }
-      const u32 together = kStore + ptx::opaque(mine);
+      const u32 together = kStore + mine;
       ptx::bar_sync(together, 128);  // every warp has read Q
 #pragma unroll
       for (int i = 0; i < 4 * kColumns; ++i) {  // O of rows that see nothing is 0
