@@ -5,8 +5,8 @@ wheel `fa3-fwd==0.0.3`, if it is installed).
 
 bf16, 16,384 tokens in all, 2,048 columns in all; TFLOP/s by 4 B H N N D (half if causal). Kernels
 are timed by events around replays of a CUDA graph (FA3: around calls), peers interleave with ours,
-and each figure is the median of the rounds with its spread. The host's own time per call is a column
-of its own.
+and each figure is the median of the rounds with its spread. The host's own time per call is a
+column of its own.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ def main() -> None:
                 best = max(x for k, x in speeds.items() if k in ("cudnn", "fa3"))
                 text = "  ".join(f"{k} {x:6.1f}" for k, x in speeds.items())
                 ratio = speeds["cuflash"] / best
-                print(f"{name:24} {text}  {ratio:.3f} of the best peer, host {row['host_us']:.0f} us")
+                print(
+                    f"{name:24} {text}  {ratio:.3f} of the best peer, host {row['host_us']:.0f} us"
+                )
     print(write("sm90_forward", figures, extra=gpu()))
 
 

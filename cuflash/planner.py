@@ -60,8 +60,8 @@ def arch_of(capability: int) -> str:
 def family_of(arch: str, dtype: str, numerics: Numerics) -> str:
     """The kernel family that runs the forward of a format under these numerics.
 
-    >>> family_of("sm90", "bfloat16", Numerics()), family_of("sm90", "bfloat16", Numerics(p="split"))
-    ('sm90', 'sm80')
+    >>> [family_of("sm90", "bfloat16", Numerics(p=p)) for p in ("input", "split")]
+    ['sm90', 'sm80']
     """
     if arch not in RULES:
         raise ValueError(f"arch: got {arch!r}, must be one of {', '.join(RULES)}")

@@ -205,8 +205,8 @@ def instantiations() -> Iterable[Instantiation]:
             for row_sum in ("rounded", "unrounded"):
                 for masked in (False, True):
                     plan = Plan(
-                        numerics=Numerics(row_sum=row_sum),  # type: ignore[arg-type]  # a literal
-                        format=fmt,  # type: ignore[arg-type]  # a literal
+                        numerics=Numerics(row_sum=row_sum),
+                        format=fmt,
                         tile_n=tile_of("sm90", width),
                     )
                     schedule = Schedule(3 if width == 64 else 2, 1, 2, 1, masked, width < 192)

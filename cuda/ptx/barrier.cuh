@@ -1,5 +1,5 @@
-// Named barriers of a CTA, the barrier of a cluster, fences between the generic and the async proxy,
-// and the register pool of warpgroups.
+// Named barriers of a CTA, the barrier of a cluster, fences between the generic and the async
+// proxy, and the register pool of warpgroups.
 #pragma once
 
 #include "ptx/types.cuh"

@@ -1,5 +1,5 @@
-// mbarrier in shared memory: arrivals and bytes of a phase. A wait names the parity of the phase that
-// must have passed; a fresh barrier counts as one whose phase of parity 1 has passed.
+// mbarrier in shared memory: arrivals and bytes of a phase. A wait names the parity of the phase
+// that must have passed; a fresh barrier counts as one whose phase of parity 1 has passed.
 #pragma once
 
 #include "ptx/types.cuh"
@@ -7,7 +7,10 @@
 namespace cuflash::ptx {
 
 __device__ __forceinline__ void mbarrier_init(u32 barrier, u32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(barrier), "r"(arrivals) : "memory");
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
+               :
+               : "r"(barrier), "r"(arrivals)
+               : "memory");
 }
 
 __device__ __forceinline__ void fence_mbarrier_init() {
@@ -40,8 +43,9 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
   }
 }
 
-// Arrivals at a barrier of any CTA of the cluster (an address of `mapa`). The plain form orders what
-// the barrier's own data needs; the release form also orders other writes, at the cost of a fence.
+// Arrivals at a barrier of any CTA of the cluster (an address of `mapa`). The plain form orders
+// what the barrier's own data needs; the release form also orders other writes, at the cost of a
+// fence.
 __device__ __forceinline__ void mbarrier_arrive_cluster(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" : : "r"(barrier) : "memory");
 }

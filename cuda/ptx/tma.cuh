@@ -38,11 +38,10 @@ __device__ __forceinline__ void tma_load_4d_multicast(u32 to, const TensorMap& m
 
 __device__ __forceinline__ void tma_store_4d(u32 from, const TensorMap& map, i32 column, i32 row,
                                              i32 head, i32 batch) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%1, {%2, %3, %4, %5}], [%0];"
-      :
-      : "r"(from), "l"(&map), "r"(column), "r"(row), "r"(head), "r"(batch)
-      : "memory");
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%1, {%2, %3, %4, %5}], [%0];"
+               :
+               : "r"(from), "l"(&map), "r"(column), "r"(row), "r"(head), "r"(batch)
+               : "memory");
 }
 
 __device__ __forceinline__ void cp_async_bulk_commit_group() {

@@ -1,6 +1,6 @@
 // wgmma.mma_async m64nNk16: d (+)= a b^T by the four warps of a warpgroup, fp32 accumulate, b and
-// maybe a read from shared memory. A thread's accumulators are d[h][j][e]: row 8 h + lane / 4 of its
-// warp's sixteen, column 8 j + lane % 4 * 2 + e, as those of mma.sync.
+// maybe a read from shared memory. A thread's accumulators are d[h][j][e]: row 8 h + lane / 4 of
+// its warp's sixteen, column 8 j + lane % 4 * 2 + e, as those of mma.sync.
 #pragma once
 
 #include "ptx/types.cuh"
@@ -66,7 +66,7 @@ __device__ __forceinline__ void fence_operands(u32 (&a)[kSteps][4]) {
 #define CUFLASH_TEXT_240 CUFLASH_TEXT_232 ",%116,%117,%118,%119"
 #define CUFLASH_TEXT_248 CUFLASH_TEXT_240 ",%120,%121,%122,%123"
 #define CUFLASH_TEXT_256 CUFLASH_TEXT_248 ",%124,%125,%126,%127"
-#define CUFLASH_GROUP(j)                                                                  \
+#define CUFLASH_GROUP(j)                                                           \
   "+f"(d[0][kFirst + j][0]), "+f"(d[0][kFirst + j][1]), "+f"(d[1][kFirst + j][0]), \
       "+f"(d[1][kFirst + j][1])
 #define CUFLASH_OPERANDS_8 CUFLASH_GROUP(0)
@@ -102,43 +102,42 @@ __device__ __forceinline__ void fence_operands(u32 (&a)[kSteps][4]) {
 #define CUFLASH_OPERANDS_248 CUFLASH_OPERANDS_240, CUFLASH_GROUP(30)
 #define CUFLASH_OPERANDS_256 CUFLASH_OPERANDS_248, CUFLASH_GROUP(31)
 
-// ss: a and b K-major in shared memory, from zero unless `add`. rs: a in registers, b stored [k][n].
-// The groups of columns kFirst, kFirst + 1, ... of d are the product's.
+// ss: a and b K-major in shared memory, from zero unless `add`. rs: a in registers, b stored
+// [k][n]. The groups of columns kFirst, kFirst + 1, ... of d are the product's.
 template <int kN>
 struct Wgmma;
 
-#define CUFLASH_SS(N, FORMAT, A, B, ADD)                                                          \
-  asm volatile("{.reg .pred p; setp.ne.b32 p," ADD                                                \
-               ",0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." FORMAT "." FORMAT            \
-               " {" CUFLASH_TEXT_##N "}," A "," B ",p,1,1,0,0;}"                                  \
-               : CUFLASH_OPERANDS_##N                                                             \
+#define CUFLASH_SS(N, FORMAT, A, B, ADD)                                                      \
+  asm volatile("{.reg .pred p; setp.ne.b32 p," ADD ",0; wgmma.mma_async.sync.aligned.m64n" #N \
+               "k16.f32." FORMAT "." FORMAT " {" CUFLASH_TEXT_##N "}," A "," B ",p,1,1,0,0;}" \
+               : CUFLASH_OPERANDS_##N                                                         \
                : "l"(a), "l"(b), "r"(static_cast<u32>(add)))
-#define CUFLASH_RS(N, FORMAT, A0, A1, A2, A3, B)                                                  \
-  asm volatile("{.reg .pred p; setp.ne.b32 p,1,0; wgmma.mma_async.sync.aligned.m64n" #N           \
-               "k16.f32." FORMAT "." FORMAT " {" CUFLASH_TEXT_##N "},{" A0 "," A1 "," A2 "," A3   \
-               "}," B ",p,1,1,1;}"                                                                \
-               : CUFLASH_OPERANDS_##N                                                             \
+#define CUFLASH_RS(N, FORMAT, A0, A1, A2, A3, B)                                                \
+  asm volatile("{.reg .pred p; setp.ne.b32 p,1,0; wgmma.mma_async.sync.aligned.m64n" #N         \
+               "k16.f32." FORMAT "." FORMAT " {" CUFLASH_TEXT_##N "},{" A0 "," A1 "," A2 "," A3 \
+                                                                  "}," B ",p,1,1,1;}"           \
+               : CUFLASH_OPERANDS_##N                                                           \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-#define CUFLASH_WGMMA(N, X0, X1, X2, X3, X4)                                                      \
-  template <>                                                                                     \
-  struct Wgmma<N> {                                                                               \
-    template <bool kBf16, int kFirst, int kGroups>                                     \
-    __device__ __forceinline__ static void ss(float (&d)[2][kGroups][2], u64 a, u64 b, bool add) {          \
-      if constexpr (kBf16) {                                                                      \
-        CUFLASH_SS(N, "bf16", X0, X1, X2);                                                        \
-      } else {                                                                                    \
-        CUFLASH_SS(N, "f16", X0, X1, X2);                                                         \
-      }                                                                                           \
-    }                                                                                             \
-    template <bool kBf16, int kFirst, int kGroups>                                                \
-    __device__ __forceinline__ static void rs(float (&d)[2][kGroups][2], const u32 (&a)[4],       \
-                                              u64 b) {                                            \
-      if constexpr (kBf16) {                                                                      \
-        CUFLASH_RS(N, "bf16", X0, X1, X2, X3, X4);                                                \
-      } else {                                                                                    \
-        CUFLASH_RS(N, "f16", X0, X1, X2, X3, X4);                                                 \
-      }                                                                                           \
-    }                                                                                             \
+#define CUFLASH_WGMMA(N, X0, X1, X2, X3, X4)                                                       \
+  template <>                                                                                      \
+  struct Wgmma<N> {                                                                                \
+    template <bool kBf16, int kFirst, int kGroups>                                                 \
+    __device__ __forceinline__ static void ss(float (&d)[2][kGroups][2], u64 a, u64 b, bool add) { \
+      if constexpr (kBf16) {                                                                       \
+        CUFLASH_SS(N, "bf16", X0, X1, X2);                                                         \
+      } else {                                                                                     \
+        CUFLASH_SS(N, "f16", X0, X1, X2);                                                          \
+      }                                                                                            \
+    }                                                                                              \
+    template <bool kBf16, int kFirst, int kGroups>                                                 \
+    __device__ __forceinline__ static void rs(float (&d)[2][kGroups][2], const u32 (&a)[4],        \
+                                              u64 b) {                                             \
+      if constexpr (kBf16) {                                                                       \
+        CUFLASH_RS(N, "bf16", X0, X1, X2, X3, X4);                                                 \
+      } else {                                                                                     \
+        CUFLASH_RS(N, "f16", X0, X1, X2, X3, X4);                                                  \
+      }                                                                                            \
+    }                                                                                              \
   }
 CUFLASH_WGMMA(8, "%4", "%5", "%6", "%7", "%8");
 CUFLASH_WGMMA(64, "%32", "%33", "%34", "%35", "%36");

@@ -22,10 +22,6 @@ struct ForwardParams {
   float stale_limit;  // "stale": a lane's sum above this moves the reference
 };
 
-__device__ __forceinline__ i64 offset(const Strides& s, i32 batch, i32 head, i32 row) {
-  return s.at(batch, head, row);
-}
-
 constexpr int kThreads = 128;
 
 template <class Half_, int kD_, int kDv_, int kBlockM_, int kBlockN_>
@@ -182,14 +178,14 @@ __device__ __forceinline__ void add_specials(const ForwardParams& params, i32 fi
   const i32 blocks = (band.n_q + S::kBlockM - 1) / S::kBlockM,
             flat_head = ptx::block_index() / blocks;
   const i32 batch = flat_head / params.heads, head = flat_head % params.heads;
-  const u16* v = params.v + offset(params.v_strides, batch, head / params.group, 0);
+  const u16* v = params.v + params.v_strides.at(batch, head / params.group, 0);
 #pragma unroll 1
   for (i32 i = threadIdx.x; i < (last_row - first_row + 1) * params.d_v; i += kThreads) {
     const i32 row = first_row + i / params.d_v, column = i % params.d_v;
-    const float special = visible_special<Half>(band, v + column, params.v_strides.row, row,
-                                                full_begin, full_end);
+    const float special =
+        visible_special<Half>(band, v + column, params.v_strides.row, row, full_begin, full_end);
     if (special == 0.0f) continue;
-    const i64 at = offset(params.out_strides, batch, head, row) + column;
+    const i64 at = params.out_strides.at(batch, head, row) + column;
     if constexpr (kFloatOut) {
       float* out = static_cast<float*>(params.out) + at;
       *out = __fadd_rn(*out, special);
@@ -197,7 +193,7 @@ __device__ __forceinline__ void add_specials(const ForwardParams& params, i32 fi
       u16* out = static_cast<u16*>(params.out) + at;
       *out = static_cast<u16>(Half::pack(__fadd_rn(Half::widen(*out), special), 0.0f));
       if (params.rest != nullptr) {
-        params.rest[offset(params.rest_strides, batch, head, row) + column] = 0x7fff;  // Inf - Inf
+        params.rest[params.rest_strides.at(batch, head, row) + column] = 0x7fff;  // Inf - Inf
       }
     }
   }
@@ -219,9 +215,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   const i32 block = blocks - 1 - static_cast<i32>(blockIdx.x % blocks);
   const i32 batch = blockIdx.x / blocks / params.heads, head = blockIdx.x / blocks % params.heads;
   const i32 first_row = block * S::kBlockM, last_row = min(first_row + S::kBlockM, band.n_q) - 1;
-  const u16* q = params.q + offset(params.q_strides, batch, head, 0);
-  const u16* k = params.k + offset(params.k_strides, batch, head / params.group, 0);
-  const u16* v = params.v + offset(params.v_strides, batch, head / params.group, 0);
+  const u16* q = params.q + params.q_strides.at(batch, head, 0);
+  const u16* k = params.k + params.k_strides.at(batch, head / params.group, 0);
+  const u16* v = params.v + params.v_strides.at(batch, head / params.group, 0);
 
   // Keys that some row of this CTA sees; others are loaded as zeros, whatever they hold.
   const i32 key_low = band.low(first_row), key_high = band.high(last_row);
@@ -358,8 +354,8 @@ __global__ void __launch_bounds__(kThreads, 1)
           __fmul_rn(__fadd_rn(state[i].r, ptx::lg2_approx_ftz(l)), 0.693147182464599609375f);
       params.lse[static_cast<i64>(flat_head) * band.n_q + row] = sees ? lse : negative_infinity();
     }
-    const i64 at = offset(params.out_strides, out_batch, out_head, row);
-    const i64 rest_at = offset(params.rest_strides, out_batch, out_head, row);
+    const i64 at = params.out_strides.at(out_batch, out_head, row);
+    const i64 rest_at = params.rest_strides.at(out_batch, out_head, row);
 #pragma unroll
     for (int j = 0; j < S::kDv / 8; ++j) {
       const int column = j * 8 + g * 2;
@@ -392,8 +388,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       const int chunk = i % kChunks, local = i / kChunks / 16 * 64 + warp * 16 + i / kChunks % 16;
       const i32 row = first_row + local;
       if (row >= band.n_q || chunk * 8 >= params.d_v) continue;
-      u16* out =
-          static_cast<u16*>(params.out) + offset(params.out_strides, out_batch, out_head, row);
+      u16* out = static_cast<u16*>(params.out) + params.out_strides.at(out_batch, out_head, row);
       *reinterpret_cast<uint4*>(out + chunk * 8) =
           *reinterpret_cast<const uint4*>(shared + local * S::Q::kPitch + chunk * 16);
     }

@@ -1,6 +1,6 @@
 // Forward attention on Hopper: TMA, wgmma, warp specialisation. A CTA takes 64 rows of one head for
-// each of its consumer warpgroups; a producer warp streams the tiles of keys from right to left, for
-// both CTAs of a cluster at once. The arithmetic is that of emulation/flash.py.
+// each of its consumer warpgroups; a producer warp streams the tiles of keys from right to left,
+// for both CTAs of a cluster at once. The arithmetic is that of emulation/flash.py.
 #include "ptx/barrier.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/special.cuh"
@@ -93,14 +93,14 @@ __device__ __forceinline__ void issue_scores(Scores<S::kGroups>& s, u32 q, u32 k
     const u32 a_step = (kk / 4 * S::Q::kPanelBytes + kk % 4 * 32) / 16,
               b_step = (kk / 4 * S::K::kPanelBytes + kk % 4 * 32) / 16;
     ptx::Wgmma<S::kBlockN>::template ss<S::kBf16, 0>(s, whole(a + a_step), whole(b + b_step),
-                                                        kk > 0);
+                                                     kk > 0);
   }
 }
 
 // o += P V, issued; with it the sum of the rounded P in the group of columns after V's.
 template <class S, Ones kOnes, int kColumns>
-__device__ __forceinline__ void issue_output(Scores<kColumns>& o,
-                                             const u32 (&p)[S::kGroups / 2][4], u32 v, u32 ones) {
+__device__ __forceinline__ void issue_output(Scores<kColumns>& o, const u32 (&p)[S::kGroups / 2][4],
+                                             u32 v, u32 ones) {
   constexpr int kDv = S::kDv, kGroupsV = kDv / 8;
   const u32 b = descriptor(v, S::V::kPanelBytes);
 #pragma unroll
@@ -108,7 +108,8 @@ __device__ __forceinline__ void issue_output(Scores<kColumns>& o,
     const u32 step = kk * 16 * kPanelPitch / 16;
     if constexpr (kOnes == Ones::kJoined) {
       constexpr int kFirst = kDv - kPanelCols;  // columns of the product without the ones
-      if constexpr (kFirst > 0) ptx::Wgmma<kFirst>::template rs<S::kBf16, 0>(o, p[kk], whole(b + step));
+      if constexpr (kFirst > 0)
+        ptx::Wgmma<kFirst>::template rs<S::kBf16, 0>(o, p[kk], whole(b + step));
       const u32 last = v + S::V::kPanelBytes * (S::V::kCount - 1);
       const u32 joined = descriptor(last, ones - last) + step - (step << 16);
       ptx::Wgmma<kPanelCols + 8>::template rs<S::kBf16, kFirst / 8>(o, p[kk], whole(joined));
@@ -141,8 +142,8 @@ struct Work {
     constexpr i32 kRows = P::kBlockM * P::kCluster;
     const Band& band = params.band;
     const i32 blocks = (band.n_q + kRows - 1) / kRows;
-    const i32 all = params.works / blocks, first_head = work / (params.heads_together * blocks) *
-                                                        params.heads_together;
+    const i32 all = params.works / blocks,
+              first_head = work / (params.heads_together * blocks) * params.heads_together;
     const i32 together = min(params.heads_together, all - first_head);
     const i32 rest = work - first_head * blocks, block = blocks - 1 - rest / together;
     flat_head = first_head + rest % together;
@@ -336,7 +337,8 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
       }
     }
   } else {
-    // -- Consumers: 64 rows each -------------------------------------------------------------------
+    // -- Consumers: 64 rows each
+    // -------------------------------------------------------------------
     ptx::setmaxnreg_inc<P::kConsumerRegs>();
     const int mine = warpgroup - 1;
     constexpr int kColumns = S::kDv / 8 + (P::kOnes != Ones::kNone ? 1 : 0);
@@ -369,7 +371,9 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
     };
     auto release_k = [&](u32 k) { release(base + L::kKEmpty + 8 * (k % kStages)); };
     auto k_tile = [&](u32 k) { return base + L::kK + k % kStages * S::K::kBytes; };
-    auto wait_v = [&] { ptx::mbarrier_wait(base + L::kVFull + 8 * (kv % kStages), kv / kStages % 2); };
+    auto wait_v = [&] {
+      ptx::mbarrier_wait(base + L::kVFull + 8 * (kv % kStages), kv / kStages % 2);
+    };
     auto release_v = [&] { release(base + L::kVEmpty + 8 * (kv++ % kStages)); };
     // V of a tile that is looked through first; true if it held NaN or Inf.
     auto wait_clean = [&] {
@@ -600,9 +604,9 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
 #pragma unroll 1
         for (i32 i = thread; i < (min(64, band.n_q - block_row)) * params.d_v; i += 128) {
           const i32 local = i / params.d_v, column = i % params.d_v;
-          const float special = visible_special<Half>(
-              band, v + column, params.v_strides.row, block_row + local, done.clean_begin * kBlockN,
-              done.clean_end * kBlockN);
+          const float special =
+              visible_special<Half>(band, v + column, params.v_strides.row, block_row + local,
+                                    done.clean_begin * kBlockN, done.clean_end * kBlockN);
           if (special == 0.0f) continue;
           if constexpr (kFloatOut) {
             float* out = static_cast<float*>(params.out) +

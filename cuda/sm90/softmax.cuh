@@ -102,8 +102,8 @@ __device__ __forceinline__ float argument(float s, float c, float r) {
 // P = 2^x in halves, and this lane's sums t of P before it was rounded.
 template <class Half, bool kWide, int kGroups>
 __device__ __forceinline__ void rounded_probabilities(u32 (&p)[kGroups / 2][4], float (&t)[2],
-                                                      const Scores<kGroups>& s,
-                                                      const float (&r)[2], float c) {
+                                                      const Scores<kGroups>& s, const float (&r)[2],
+                                                      float c) {
 #pragma unroll
   for (int j = 0; j < kGroups; ++j) {
 #pragma unroll
@@ -135,8 +135,8 @@ __device__ __forceinline__ void update_stale(RowState (&rows)[2], u32 (&p)[kGrou
 #pragma unroll
   for (int i = 0; i < 2; ++i) r[i] = rows[i].r == negative_infinity() ? 0.0f : rows[i].r;
   rounded_probabilities<Half, false>(p, t, s, r, c);
-  if (__any_sync(kWholeWarp, unusual(r[0]) || unusual(r[1]) || !(t[0] <= limit) ||
-                                 !(t[1] <= limit))) {
+  if (__any_sync(kWholeWarp,
+                 unusual(r[0]) || unusual(r[1]) || !(t[0] <= limit) || !(t[1] <= limit))) {
 #pragma unroll 1
     for (int again = 0; again < 2; ++again) {
       if (again == 1) {

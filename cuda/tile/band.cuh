@@ -9,7 +9,7 @@ namespace cuflash {
 struct Strides {
   i64 batch, head, row;  // in elements; the last axis is contiguous
 
-  __device__ __forceinline__ i64 at(i32 b, i32 h, i32 r) const {
+  __device__ __forceinline__ i64 at(i32 b, i32 h, i32 r = 0) const {
     return b * batch + h * head + r * row;
   }
 };

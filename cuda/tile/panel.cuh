@@ -28,8 +28,8 @@ struct Panels {
 };
 
 // A wgmma operand is 64 bits: address (without the rank that clusters add to it) and step between
-// panels in units of 16 bytes, the step between groups of eight rows, the kind of swizzle. The lower
-// half varies; the step along k is added to it.
+// panels in units of 16 bytes, the step between groups of eight rows, the kind of swizzle. The
+// lower half varies; the step along k is added to it.
 __device__ __forceinline__ u32 descriptor(u32 address, u32 panel_bytes) {
   return (address & 0x3ffff) / 16 | panel_bytes / 16 << 16;
 }
