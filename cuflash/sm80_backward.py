@@ -5,14 +5,15 @@ left to the scheduler: the same bits on every run.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from cuflash.compiler import compile_kernel, cupy, load
-from cuflash.launch import Instantiation
+from cuflash.compiler import cupy, shared_memory
+from cuflash.launch import Instantiation, Launch, packed, run, tail_of
 from cuflash.problem import GpuProblem
 from cuflash.sm80_forward import (
     BAND,
@@ -20,16 +21,15 @@ from cuflash.sm80_forward import (
     STRIDES,
     THREADS,
     arithmetic,
-    band_of,
     check_plan,
+    common_fields,
     flag,
     padded,
-    strides_of,
-    target,
 )
 from emulation.backward import gradient_scale
 from emulation.flash import constants, machine_of
 from emulation.plan import Plan
+from emulation.problem import Problem
 
 DELTA_PARAMS = np.dtype(
     [(name, np.uint64) for name in ("dout", "out", "rest", "lse", "dlse", "lse2", "delta")]
@@ -72,13 +72,9 @@ class Limits:
     multiprocessor: int = 233_472
 
     @staticmethod
-    def of_device() -> Limits:
-        """Of the current device."""
-        found = cupy().cuda.Device().attributes
-        return Limits(
-            int(found["MaxSharedMemoryPerBlockOptin"]),
-            int(found["MaxSharedMemoryPerMultiprocessor"]),
-        )
+    def of_device(number: int) -> Limits:
+        """Of a device."""
+        return Limits(*shared_memory(number))
 
     def stages(self, fixed: int, stage: int) -> int:
         """Two if two blocks with two stages fit a multiprocessor (a block has 1 kB for the system),
@@ -196,60 +192,53 @@ def backward(
     dv: Any,
 ) -> None:
     """See `launch.Launcher.backward`."""
-    cp, p, limits = cupy(), problem, Limits.of_device()
-    softcap = p.softcap is not None
+    p = problem
+    launches, delta_tail, tail = _prepared(p.shapes, plan, Limits.of_device(p.device))
+    lse2, delta = cupy().empty((2, p.batch * p.heads, pitch_of(p.n_q)), np.float32)
+    work = (lse2, delta)
+    ones = packed(DELTA_PARAMS, (dout, out, rest), (lse, dlse, *work), delta_tail)
+    params = packed(GRADIENT_PARAMS, (p.q, p.k, p.v, dout, dq, dk, dv), work, tail)
+    run(launches, [ones] + [params] * (len(launches) - 1), p.device)
+
+
+@functools.lru_cache(maxsize=256)
+def _prepared(
+    problem: Problem, plan: Plan, limits: Limits
+) -> tuple[tuple[Launch, ...], tuple[Any, ...], tuple[Any, ...]]:
+    """What a backward needs beside its arrays: launches, and the tails of both structs."""
+    p, softcap = problem, problem.softcap is not None
     first = delta_kernel(plan, p.d_v)
     over_keys = list(key_kernels(plan, p.d, p.d_v, softcap, limits))
     over_queries = query_kernel(plan, p.d, p.d_v, softcap, limits)
     check_backward(plan, [*over_keys, over_queries], limits)
-    kernels = [first, *over_keys, over_queries]
-    functions = [load(compile_kernel(*k.instantiation[:2], target())) for k in kernels]
-
-    pitch = -(-p.n_q // PITCH) * PITCH
-    heads = p.batch * p.heads
-    lse2, delta = cp.empty((2, heads, pitch), np.float32)
-    given = {"dout": dout, "out": out, "rest": rest}
-    ones = np.zeros(1, DELTA_PARAMS)
-    for name, x in (given | {"lse": lse, "dlse": dlse, "lse2": lse2, "delta": delta}).items():
-        ones[name] = 0 if x is None else x.data.ptr
-    for name, x in given.items():
-        ones[f"{name}_strides"] = strides_of(x)
-    for name, size in (("batch", p.batch), ("heads", p.heads), ("n_q", p.n_q), ("d_v", p.d_v)):
-        ones[name] = size
-    ones["pitch"] = pitch
-
-    params = gradient_params(p, plan, {"dout": dout, "dq": dq, "dk": dk, "dv": dv})
-    params["lse2"], params["delta"], params["pitch"] = lse2.data.ptr, delta.data.ptr, pitch
-
-    grids = [-(-heads * pitch // first.rows)]
-    grids += [-(-p.n_k // k.rows) * p.batch * p.kv_heads for k in over_keys]
-    grids += [-(-p.n_q // over_queries.rows) * heads]
-    structs = [ones] + [params] * (len(kernels) - 1)
-    for kernel, function, grid, struct in zip(kernels, functions, grids, structs, strict=True):
-        if kernel.shared > 48 * 1024:
-            function.max_dynamic_shared_size_bytes = kernel.shared
-        function((grid,), (THREADS,), (struct,), shared_mem=kernel.shared)
+    grids = [(first, p.heads * pitch_of(p.n_q), 1)]
+    grids += [(found, p.n_k, p.heads // p.group) for found in over_keys]
+    grids += [(over_queries, p.n_q, p.heads)]
+    launches = [
+        Launch(found.instantiation, -(-rows // found.rows) * heads, THREADS, found.shared)
+        for found, rows, heads in grids
+    ]
+    fields = gradient_fields(p, plan)
+    return tuple(launches), tail_of(DELTA_PARAMS, fields), tail_of(GRADIENT_PARAMS, fields)
 
 
-def gradient_params(
-    p: GpuProblem, plan: Plan, arrays: dict[str, Any]
-) -> np.ndarray[Any, np.dtype[Any]]:
-    """GradientParams but for the workspaces."""
+def pitch_of(n_q: int) -> int:
+    """Rows of a head in the two workspaces."""
+    return -(-n_q // PITCH) * PITCH
+
+
+def gradient_fields(problem: Problem, plan: Plan) -> dict[str, Any]:
+    """Fields of DeltaParams and GradientParams that name no array."""
     machine = machine_of(plan)
-    const = constants(machine, p.shapes)
-    params = np.zeros(1, GRADIENT_PARAMS)
-    for name, x in ({"q": p.q, "k": p.k, "v": p.v} | arrays).items():
-        params[name] = x.data.ptr
-        params[f"{name}_strides"] = strides_of(x)
-    params["band"] = band_of(p)
-    params["heads"], params["group"] = p.heads, p.group
-    params["d"], params["d_v"] = p.d, p.d_v
-    params["tile_n"] = plan.backward.tile_n
-    params["descending"] = plan.backward.dq_order == "descending"
-    params["c"] = const.c
-    params["cap"] = 0 if const.softcap is None else const.softcap
-    params["scale"] = gradient_scale(machine, p.shapes, const)
-    return params
+    fields = common_fields(problem, plan)
+    return fields | {
+        "tile_n": plan.backward.tile_n,
+        "descending": plan.backward.dq_order == "descending",
+        "scale": gradient_scale(machine, problem, constants(machine, problem)),
+        "pitch": pitch_of(problem.n_q),
+        "batch": problem.heads // fields["heads"],
+        "n_q": problem.n_q,
+    }
 
 
 def instantiations() -> Iterable[Instantiation]:

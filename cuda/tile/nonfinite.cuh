@@ -49,7 +49,7 @@ __device__ __forceinline__ bool holds_nonfinite(const char* tile) {
   constexpr u32 kOneMore = (Half::kExponent & (0u - Half::kExponent)) * 0x10001u;
   u32 carries = 0;
 #pragma unroll 4
-  for (int i = ptx::thread_index(); i < T::kRows * kChunks; i += kThreads) {
+  for (int i = ptx::thread_index() % kThreads; i < T::kRows * kChunks; i += kThreads) {
     const uint4 x =
         *reinterpret_cast<const uint4*>(tile + i / kChunks * T::kPitch + i % kChunks * 16);
     carries |= ((x.x & kExponents) + kOneMore) | ((x.y & kExponents) + kOneMore);
@@ -58,12 +58,13 @@ __device__ __forceinline__ bool holds_nonfinite(const char* tile) {
   return (carries & 0x80008000u) != 0;
 }
 
-// NaN and Inf of this thread's share become 0.
+// NaN and Inf of this thread's share become 0; true if there were any.
 template <class Half, class T, int kThreads>
-__device__ __forceinline__ void zero_nonfinite(char* tile) {
+__device__ __forceinline__ bool zero_nonfinite(char* tile) {
   constexpr int kChunks = T::kCols / 8;
+  bool found = false;
 #pragma unroll 1
-  for (int i = ptx::thread_index(); i < T::kRows * kChunks * 4; i += kThreads) {
+  for (int i = ptx::thread_index() % kThreads; i < T::kRows * kChunks * 4; i += kThreads) {
     u32* pair = reinterpret_cast<u32*>(tile + i / 4 / kChunks * T::kPitch + i / 4 % kChunks * 16 +
                                        i % 4 * 4);
     const u32 x = *pair;
@@ -71,7 +72,9 @@ __device__ __forceinline__ void zero_nonfinite(char* tile) {
     if ((x & Half::kExponent) == Half::kExponent) y &= 0xffff0000u;
     if ((x >> 16 & Half::kExponent) == Half::kExponent) y &= 0x0000ffffu;
     if (x != y) *pair = y;
+    found |= x != y;
   }
+  return found;
 }
 
 }  // namespace cuflash
