@@ -132,7 +132,7 @@ def gradient_kernel(plan: Plan, d: int, d_v: int, softcap: bool, limits: Limits)
         rows = [128, 64, 32] if max(d, d_v) <= 64 and not softcap else [64, 32]
         choices = [(m, stages) for m in rows for stages in (2, 1)]
     for m, stages in choices:
-        stage = tile_bytes(m, d) + tile_bytes(m, d_v)
+        stage = tile_bytes(m, d) + tile_bytes(m, d_v) + 8 * m
         shared = tile_bytes(keys, d) + tile_bytes(keys, d_v) + 2 * parts * tile_bytes(m, keys)
         if shared + stages * stage + STATIC <= limits.block:
             break
@@ -201,7 +201,7 @@ def backward(
 
     blocks, tiles = -(-p.n_q // kernel.rows), -(-p.n_k // plan.backward.tile_n)
     sums = cp.empty(heads * blocks * kernel.rows * width_of(p.d), np.float32)
-    counts = cp.zeros(heads * blocks * kernel.warps + 1, np.int32)
+    counts = cp.zeros(heads * blocks + 1, np.int32)
     params = gradient_params(p, plan, {"dout": dout, "dq": dq, "dk": dk, "dv": dv})
     params["lse2"], params["delta"], params["pitch"] = lse2.data.ptr, delta.data.ptr, pitch
     params["sums"], params["turns"] = sums.data.ptr, counts.data.ptr

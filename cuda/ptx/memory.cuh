@@ -12,18 +12,18 @@ __device__ __forceinline__ i32 ld_relaxed_gpu(const i32* from) {
   return x;
 }
 
-__device__ __forceinline__ i32 ld_acquire_gpu(const i32* from) {
-  i32 x;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
-  return x;
-}
-
 __device__ __forceinline__ void st_release_gpu(i32* to, i32 x) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
 
-__device__ __forceinline__ void fence_acq_rel_gpu() {
+// After a relaxed load: it acquires. Without a wait for this thread's own stores where there is
+// such a fence.
+__device__ __forceinline__ void fence_acquire_gpu() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.acquire.gpu;" ::: "memory");
+#else
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
+#endif
 }
 
 __device__ __forceinline__ float4 ld_cg(const float4* from) {

@@ -2,13 +2,21 @@
 // them, and all query heads of the group, in ascending order. dK and dV stay in registers; the
 // tile's share of dQ, a product from zero, is added to fp32 sums in global memory.
 //
-// The key tiles of a head add to a block of rows in the Plan's order: each of a block's parts (what
-// one warp adds) has a count of the tiles that have added, and a warp waits until it is its tile's
-// turn. CTAs take tickets in the same order, so that a CTA waits only for CTAs that already run.
+// The key tiles of a head add to a block of rows in the Plan's order: each block has a count of the
+// tiles that have added, and a CTA waits until it is its tile's turn. CTAs take tickets in the same
+// order, so that a CTA waits only for CTAs that already run. What it added in one step its first
+// warp announces in the next, or after the last; its last warp waits. So no announcement depends on
+// a later turn: the running CTA with the lowest ticket waits for nobody, ends, and then the next.
 #include "tile/gradient.cuh"
 
 #ifndef CUFLASH_TURN
-#define CUFLASH_TURN 0
+#define CUFLASH_TURN 0  // 8: no fence at the release, 9: no order
+#endif
+#ifndef CUFLASH_RELEASE
+#define CUFLASH_RELEASE 1  // 0: at the top of the step, 1: after S
+#endif
+#ifndef CUFLASH_ORDER
+#define CUFLASH_ORDER 0  // 0: dV, dQ, dK; 1: dQ, dV, dK
 #endif
 
 namespace cuflash::sm80 {
@@ -28,33 +36,46 @@ struct GradientShape {
   using Q = Tile<kBlockM, kD>;
   using DO = Tile<kBlockM, kDv>;
   using P = Tile<kBlockM, kBlockN>;  // and dS
-  static constexpr int kStageBytes = Q::kBytes + DO::kBytes;
+  // Of a step: Q and dO, and LSE and delta of their rows.
+  static constexpr int kStageBytes = Q::kBytes + DO::kBytes + kBlockM * 8;
   using Scores = WarpGrid<kBlockM, kBlockN, kWarps>;
   using DK = WarpGrid<kBlockN, kD, kWarps>;
   using DV = WarpGrid<kBlockN, kDv, kWarps>;
   using DQ = WarpGrid<kBlockM, kD / kSlices, kWarps>;
 };
 
-// acc += W^T B over the rows of a step, W a tile of P or dS in halves.
+// acc += W^T B over the rows of a step, W a tile of P or dS in halves. Addresses are this lane's.
 template <class S, class A, class Grid, class B>
-__device__ __forceinline__ void over_rows(Block<Grid::kMi, Grid::kNj>& acc, u32 w_tile,
-                                          u32 b_tile) {
+__device__ __forceinline__ void over_rows(Block<Grid::kMi, Grid::kNj>& acc, u32 w_lane,
+                                          u32 b_lane) {
   using P = typename S::P;
   constexpr int kDepth = S::kBlockM / 16;
   if (!Grid::busy()) return;
-  const int row = Grid::row(), column = Grid::column();
   auto load_a = [&](u32(&a)[4], int mi, int kk) {
-    const u32 part = w_tile + kk / kDepth * P::kBytes;
-    ptx::ldmatrix_x4_trans(a, b_address<P>(part, kk % kDepth * 16, row + mi * 16));
+    const int at = kk / kDepth * P::kBytes + kk % kDepth * 16 * P::kPitch;
+    ptx::ldmatrix_x4_trans(a, w_lane + at + mi * 32);
   };
   auto load_b = [&](u32(&b)[4], int pair, int kk) {
-    ptx::ldmatrix_x4_trans(b, bt_address<B>(b_tile, kk % kDepth * 16, column + pair * 16));
+    ptx::ldmatrix_x4_trans(b, b_lane + kk % kDepth * 16 * B::kPitch + pair * 32);
   };
   if constexpr (A::kPromoted) {
     add_product<typename S::Half, kDepth * S::kParts>(acc, load_a, load_b);
   } else {
     accumulate<typename S::Half, kDepth * S::kParts>(acc, load_a, load_b);
   }
+}
+
+// acc += A B^T, both with rows in shared memory.
+template <class Half, class A, class B, int kMi, int kNj>
+__device__ __forceinline__ void over_columns(Block<kMi, kNj>& acc, u32 a_lane, u32 b_lane) {
+  accumulate<Half, A::kCols / 16>(
+      acc,
+      [&](u32(&a)[4], int mi, int kk) {
+        ptx::ldmatrix_x4(a, a_lane + mi * 16 * A::kPitch + kk * 32);
+      },
+      [&](u32(&b)[4], int pair, int kk) {
+        ptx::ldmatrix_x4(b, b_lane + pair * 16 * B::kPitch + kk * 32);
+      });
 }
 
 template <class S, class A, bool kSoftcap, bool kFloatOut>
@@ -78,7 +99,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
             stages = v_tile + V::kBytes, p_tile = stages + S::kStages * S::kStageBytes,
             ds_tile = p_tile + S::kParts * P::kBytes;
   char *const p_bytes = shared + (p_tile - k_tile), *const ds_bytes = shared + (ds_tile - k_tile);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane % 4;
+  const int lane = threadIdx.x % 32, g = lane % 4;
 
   if (threadIdx.x == 0) ticket_of_all = atomicAdd(params.tickets, 1);
   __syncthreads();
@@ -123,12 +144,51 @@ __global__ void __launch_bounds__(S::kThreads, 1)
                            params.q_strides.row, row, row_begin, row_end, params.d);
     load_tile<DO, kThreads>(q_tile + Q::kBytes, params.dout + params.dout_strides.at(batch, head),
                             params.dout_strides.row, row, row_begin, row_end, params.d_v);
+    if (threadIdx.x < kBlockM / 2) {  // four LSE or, behind them, deltas
+      const float* from = threadIdx.x < kBlockM / 4 ? params.lse2 : params.delta - kBlockM;
+      from += static_cast<i64>(batch * params.heads + head) * params.pitch + row;
+      const u32 to = q_tile + Q::kBytes + DO::kBytes;
+      ptx::cp_async_16(to + threadIdx.x * 16, from + threadIdx.x * 4, true);
+    }
     ptx::cp_async_commit();
   };
+
+  // This lane's addresses in the tiles, as the products read them: rows or columns of the scores,
+  // of dV and dK, of dQ.
+  constexpr bool kSameWidth = S::kD == S::kDv;
+  const u32 q_lane = ptx::kept(a_address<Q>(stages, Scores::row(), 0)),
+            k_lane = ptx::kept(b_address<K>(k_tile, Scores::column(), 0));
+  const u32 do_lane =
+      kSameWidth ? q_lane + Q::kBytes : a_address<DO>(stages + Q::kBytes, Scores::row(), 0);
+  const u32 v_lane = kSameWidth ? k_lane + K::kBytes : b_address<V>(v_tile, Scores::column(), 0);
+  const u32 p_over_rows = ptx::kept(b_address<P>(p_tile, 0, DV::row())),
+            do_over_rows = ptx::kept(bt_address<DO>(stages + Q::kBytes, 0, DV::column()));
+  const u32 ds_over_rows =
+      kSameWidth ? p_over_rows + S::kParts * P::kBytes : b_address<P>(ds_tile, 0, DK::row());
+  const u32 q_over_rows =
+      kSameWidth ? do_over_rows - Q::kBytes : bt_address<Q>(stages, 0, DK::column());
+  const u32 ds_lane = ptx::kept(a_address<P>(ds_tile, DQ::row(), 0)),
+            k_over_keys = ptx::kept(bt_address<K>(k_tile, 0, DQ::column()));
+  char* const p_lane = shared + ptx::kept(p_tile - k_tile + (Scores::row() + lane / 4) * P::kPitch +
+                                          Scores::column() * 2 + g * 4);
+  char* const rows_lane =
+      shared + (stages - k_tile) + Q::kBytes + DO::kBytes + (Scores::row() + lane / 4) * 4;
 
   Block<DK::kMi, DK::kNj> dk = {};
   Block<DV::kMi, DV::kNj> dv = {};
   bool key_specials = false;
+  // What this CTA has added and not yet announced: the block, and its count. (Blocks fit in 32 bits:
+  // the sums of each take 2 kB or more.)
+  i32 held_at = 0, held = 0;
+  // By one thread for all, after a barrier behind their stores.
+  auto release = [&] {
+    if (threadIdx.x != 0 || held == 0) return;
+#if CUFLASH_TURN == 8
+    *reinterpret_cast<volatile i32*>(params.turns + held_at) = held;
+#elif CUFLASH_TURN == 0
+    ptx::st_release_gpu(params.turns + held_at, held);
+#endif
+  };
 
   if (steps > 0) {
     load_keys();
@@ -140,39 +200,44 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   for (i32 step = 0; step < steps; ++step) {
     ptx::cp_async_wait<0>();
     __syncthreads();  // this step's rows have arrived; those of the step before, and its P and dS,
-                      // have been read
+                      // have been read, and its dQ is written
+#if CUFLASH_RELEASE == 0
+    release();
+#endif
     const i32 first_row = block * kBlockM, flat_head = batch * params.heads + head;
-    const i64 q_at = params.q_strides.at(batch, head, first_row),
-              dout_at = params.dout_strides.at(batch, head, first_row);
-    const i64 block_at = static_cast<i64>(flat_head) * all_blocks + block;
+    const i32 block_at = flat_head * all_blocks + block;
+    const i32 last_row = first_row + kBlockM - 1, last_real = min(last_row, band.n_q - 1);
+    // dQ: how many key tiles add to this block of rows before this one, and whether one comes
+    // after.
+    const i32 low_tile = static_cast<u32>(band.low(first_row)) / kBlockN,
+              high_tile = (static_cast<u32>(band.high(last_real)) + kBlockN - 1) / kBlockN;
+    const i32 turn = params.descending ? high_tile - 1 - tile : tile - low_tile;
+    const bool last = tile == (params.descending ? low_tile : high_tile - 1);
+    // One thread of the last warp asks early, and again, if need be, before the barrier that all
+    // cross before they read the sums.
+    const bool asks = threadIdx.x == kThreads - 32 && turn > 0 && CUFLASH_TURN != 9;
+    i32 added = 0;
+    if (asks) added = ptx::ld_relaxed_gpu(params.turns + block_at);
+
     next();
     if (S::kStages == 2 && step + 1 < steps) load(step + 1);
     if (step == 0) key_specials = __syncthreads_or(holds_nonfinite<Half, K, kThreads>(shared));
-    const u32 q_tile = stages + step % S::kStages * S::kStageBytes, do_tile = q_tile + Q::kBytes;
-    const i32 last_row = first_row + kBlockM - 1, last_real = min(last_row, band.n_q - 1);
-    const bool masked = last_row >= band.n_q || band.low(last_row) > first_key ||
-                        band.high(first_row) < first_key + kBlockN;
+    const u32 stage = step % S::kStages * S::kStageBytes;
+    const bool masked = (last_row >= band.n_q) | (band.low(last_row) > first_key) |
+                        (band.high(first_row) < first_key + kBlockN);
     const KeysOfRow keys_seen{band, first_row, first_key};
     const RowsOfKey rows_seen{band, first_row, first_key};
 
     if (Scores::busy()) {
-      const int row = Scores::row(), column = Scores::column();
+      const float* const rows = reinterpret_cast<const float*>(rows_lane + stage);
       float lse2[Scores::kMi * 2], delta[Scores::kMi * 2];
-      const i64 row_at = static_cast<i64>(flat_head) * params.pitch + first_row + row + lane / 4;
 #pragma unroll
-      for (int i = 0; i < Scores::kMi * 2; ++i) {
-        lse2[i] = __ldg(params.lse2 + row_at + i * 8);
-        delta[i] = __ldg(params.delta + row_at + i * 8);
-      }
+      for (int i = 0; i < Scores::kMi * 2; ++i) lse2[i] = rows[i * 8];
       Block<Scores::kMi, Scores::kNj> s = {}, p, ds = {};
-      accumulate<Half, S::kD / 16>(
-          s,
-          [&](u32(&a)[4], int mi, int kk) {
-            ptx::ldmatrix_x4(a, a_address<Q>(q_tile, row + mi * 16, kk * 16));
-          },
-          [&](u32(&b)[4], int pair, int kk) {
-            ptx::ldmatrix_x4(b, b_address<K>(k_tile, column + pair * 16, kk * 16));
-          });
+      over_columns<Half, Q, K>(s, q_lane + stage, k_lane);
+#if CUFLASH_RELEASE == 1
+      release();
+#endif
 #pragma unroll
       for (int i = 0; i < Scores::kMi * 2; ++i) {
 #pragma unroll
@@ -180,17 +245,12 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           float& score = s[i / 2][i % 2][j / 2][j % 2];
           if constexpr (kSoftcap) score = capped(score, params.cap);
           p[i / 2][i % 2][j / 2][j % 2] =
-              probability<A>(score, params.c, lse2[i], column / 8 + j / 2);
+              probability<A>(score, params.c, lse2[i], Scores::column() / 8 + j / 2);
         }
       }
-      accumulate<Half, S::kDv / 16>(
-          ds,
-          [&](u32(&a)[4], int mi, int kk) {
-            ptx::ldmatrix_x4(a, a_address<DO>(do_tile, row + mi * 16, kk * 16));
-          },
-          [&](u32(&b)[4], int pair, int kk) {
-            ptx::ldmatrix_x4(b, b_address<V>(v_tile, column + pair * 16, kk * 16));
-          });
+      over_columns<Half, DO, V>(ds, do_lane + stage, v_lane);
+#pragma unroll
+      for (int i = 0; i < Scores::kMi * 2; ++i) delta[i] = rows[kBlockM + i * 8];
 #pragma unroll
       for (int i = 0; i < Scores::kMi * 2; ++i) {
 #pragma unroll
@@ -200,12 +260,16 @@ __global__ void __launch_bounds__(S::kThreads, 1)
                                        s[i / 2][i % 2][j / 2][j % 2]);
         }
       }
-      if (masked) clear_unseen(p, ds, row, column, keys_seen);
-      store_halves<Half, P, S::kParts>(p_bytes, p, row, column);
-      store_halves<Half, P, S::kParts>(ds_bytes, ds, row, column);
+      if (masked) clear_unseen(p, ds, Scores::row(), Scores::column(), keys_seen);
+      store_halves<Half, P, S::kParts>(p_lane, p);
+      store_halves<Half, P, S::kParts>(p_lane + S::kParts * P::kBytes, ds);
+    }
+    if (asks) {
+      while (added != turn) added = ptx::ld_relaxed_gpu(params.turns + block_at);
+      ptx::fence_acquire_gpu();
     }
 
-    char *const q_bytes = shared + (q_tile - k_tile), *const do_bytes = q_bytes + Q::kBytes;
+    char *const q_bytes = shared + (stages - k_tile) + stage, *const do_bytes = q_bytes + Q::kBytes;
     bool specials = false;
     if (masked) {
       specials = __syncthreads_or(key_specials || holds_nonfinite<Half, Q, kThreads>(q_bytes) ||
@@ -221,27 +285,22 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     }
 
     auto add_to_dv = [&] {
-      over_rows<S, A, DV, DO>(dv, p_tile, do_tile);
+      over_rows<S, A, DV, DO>(dv, p_over_rows, do_over_rows + stage);
       if (!specials || !DV::busy()) return;
-      add_specials<Half, S::kParts>(dv, Weights{p_bytes, P::kBytes, 2, P::kPitch},
-                                    params.dout + dout_at, params.dout_strides.row, kBlockM,
-                                    params.d_v, DV::row(), DV::column(), rows_seen);
+      add_specials<Half, S::kParts>(
+          dv, Weights{p_bytes, P::kBytes, 2, P::kPitch},
+          params.dout + params.dout_strides.at(batch, flat_head - batch * params.heads, first_row),
+          params.dout_strides.row, kBlockM, params.d_v, DV::row(), DV::column(), rows_seen);
     };
     auto add_to_dk = [&] {
-      over_rows<S, A, DK, Q>(dk, ds_tile, q_tile);
+      over_rows<S, A, DK, Q>(dk, ds_over_rows, q_over_rows + stage);
       if (!specials || !DK::busy()) return;
-      add_specials<Half, S::kParts>(dk, Weights{ds_bytes, P::kBytes, 2, P::kPitch}, params.q + q_at,
-                                    params.q_strides.row, kBlockM, params.d, DK::row(),
-                                    DK::column(), rows_seen);
+      add_specials<Half, S::kParts>(
+          dk, Weights{ds_bytes, P::kBytes, 2, P::kPitch},
+          params.q + params.q_strides.at(batch, flat_head - batch * params.heads, first_row),
+          params.q_strides.row, kBlockM, params.d, DK::row(), DK::column(), rows_seen);
     };
 
-    // dQ: how many key tiles add to this block of rows before this one, and whether one comes
-    // after.
-    const i32 low_tile = band.low(first_row) / kBlockN,
-              high_tile = (band.high(last_real) + kBlockN - 1) / kBlockN;
-    const i32 turn = params.descending ? high_tile - 1 - tile : tile - low_tile;
-    const bool last = params.descending ? tile == low_tile : tile == high_tile - 1;
-    i32* const turns = params.turns + block_at * S::kWarps + warp;
     constexpr int kPieces = DQ::kMi * DQ::kNj;  // of four sums a thread
     constexpr int kStride = DQ::kRows * DQ::kColumns * 32;
 #pragma unroll
@@ -249,44 +308,10 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       const int row = DQ::row(), column = DQ::column() + slice * (S::kD / S::kSlices);
       Block<DQ::kMi, DQ::kNj> share = {};
       float4 sum[kPieces];
-      float4* const sums = reinterpret_cast<float4*>(params.sums) +
-                           ((block_at * S::kSlices + slice) * kPieces * kStride + threadIdx.x);
+      float4* const sums =
+          reinterpret_cast<float4*>(params.sums) +
+          ((static_cast<i64>(block_at) * S::kSlices + slice) * kPieces * kStride + threadIdx.x);
       if (DQ::busy()) {
-#if CUFLASH_TURN == 1
-        i32 early = turn;
-        if (slice == 0 && turn > 0 && lane == 0) early = ptx::ld_relaxed_gpu(turns);
-#endif
-        accumulate<Half, kDepthN>(
-            share,
-            [&](u32(&a)[4], int mi, int kk) {
-              const u32 part = ds_tile + kk / (kBlockN / 16) * P::kBytes;
-              ptx::ldmatrix_x4(a, a_address<P>(part, row + mi * 16, kk % (kBlockN / 16) * 16));
-            },
-            [&](u32(&b)[4], int pair, int kk) {
-              ptx::ldmatrix_x4_trans(
-                  b, bt_address<K>(k_tile, kk % (kBlockN / 16) * 16, column + pair * 16));
-            });
-        if (specials) {
-          add_specials<Half, S::kParts>(share, Weights{ds_bytes, P::kBytes, P::kPitch, 2},
-                                        params.k + params.k_strides.at(batch, kv_head, first_key),
-                                        params.k_strides.row, kBlockN, params.d, row, column,
-                                        keys_seen);
-        }
-        if (slice == 0 && turn > 0) {
-#if CUFLASH_TURN == 0 || CUFLASH_TURN == 8
-          if (lane == 0) {
-            while (ptx::ld_acquire_gpu(turns) != turn) {
-            }
-          }
-          __syncwarp();
-#elif CUFLASH_TURN == 1
-          if (lane == 0) {
-            while (early != turn) early = ptx::ld_relaxed_gpu(turns);
-            ptx::fence_acq_rel_gpu();
-          }
-          __syncwarp();
-#endif
-        }
 #pragma unroll
         for (int i = 0; i < kPieces; ++i) {
           sum[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -294,43 +319,64 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         }
       }
       // The sums are on their way meanwhile.
+#if CUFLASH_ORDER == 0
       if (slice == 0) add_to_dv();
       if (slice == 1) add_to_dk();
+#endif
       if (DQ::busy()) {
+        accumulate<Half, kDepthN>(
+            share,
+            [&](u32(&a)[4], int mi, int kk) {
+              const int at = kk / (kBlockN / 16) * P::kBytes + kk % (kBlockN / 16) * 32;
+              ptx::ldmatrix_x4(a, ds_lane + at + mi * 16 * P::kPitch);
+            },
+            [&](u32(&b)[4], int pair, int kk) {
+              const int at =
+                  kk % (kBlockN / 16) * 16 * K::kPitch + slice * (S::kD / S::kSlices) * 2;
+              ptx::ldmatrix_x4_trans(b, k_over_keys + at + pair * 32);
+            });
+        if (specials) {
+          add_specials<Half, S::kParts>(share, Weights{ds_bytes, P::kBytes, P::kPitch, 2},
+                                        params.k + params.k_strides.at(batch, kv_head, first_key),
+                                        params.k_strides.row, kBlockN, params.d, row, column,
+                                        keys_seen);
+        }
 #pragma unroll
         for (int i = 0; i < kPieces; ++i) {
-          float* const x = &share[0][0][0][0] + i * 4;
+          const float* const x = &share[0][0][0][0] + i * 4;
           sum[i].x = __fadd_rn(sum[i].x, x[0]);
           sum[i].y = __fadd_rn(sum[i].y, x[1]);
           sum[i].z = __fadd_rn(sum[i].z, x[2]);
           sum[i].w = __fadd_rn(sum[i].w, x[3]);
-          if (!last) {
-            ptx::st_cg(sums + i * kStride, sum[i]);
-            continue;
+        }
+        if (!last) {
+#pragma unroll
+          for (int i = 0; i < kPieces; ++i) ptx::st_cg(sums + i * kStride, sum[i]);
+        } else {
+#pragma unroll
+          for (int i = 0; i < kPieces; ++i) {
+            const int at = i * 2 % DQ::kNj, h = i * 2 / DQ::kNj % 2, mi = i / DQ::kNj;
+            const i32 row_of_dq = first_row + row + mi * 16 + h * 8 + lane / 4;
+            if (row_of_dq >= band.n_q) continue;
+            const i64 to = params.dq_strides.at(batch, flat_head - batch * params.heads, row_of_dq);
+            const int n = column + at * 8 + g * 2;
+            if (n < params.d)
+              store_pair<Half, kFloatOut>(params.dq, to + n, __fmul_rn(sum[i].x, params.scale),
+                                          __fmul_rn(sum[i].y, params.scale));
+            if (n + 8 < params.d)
+              store_pair<Half, kFloatOut>(params.dq, to + n + 8, __fmul_rn(sum[i].z, params.scale),
+                                          __fmul_rn(sum[i].w, params.scale));
           }
-          const int at = i * 2 % DQ::kNj, h = i * 2 / DQ::kNj % 2, mi = i / DQ::kNj;
-          const i32 row_of_dq = first_row + row + mi * 16 + h * 8 + lane / 4;
-          if (row_of_dq >= band.n_q) continue;
-          const i64 to = params.dq_strides.at(batch, flat_head - batch * params.heads, row_of_dq);
-          const int n = column + at * 8 + g * 2;
-          if (n < params.d)
-            store_pair<Half, kFloatOut>(params.dq, to + n, __fmul_rn(sum[i].x, params.scale),
-                                        __fmul_rn(sum[i].y, params.scale));
-          if (n + 8 < params.d)
-            store_pair<Half, kFloatOut>(params.dq, to + n + 8, __fmul_rn(sum[i].z, params.scale),
-                                        __fmul_rn(sum[i].w, params.scale));
         }
       }
-    }
-    if (S::kSlices == 1) add_to_dk();
-    if (DQ::busy() && !last) {
-      __syncwarp();
-#if CUFLASH_TURN == 8
-      if (lane == 0) *reinterpret_cast<volatile i32*>(turns) = turn + 1;
-#elif CUFLASH_TURN != 9
-      if (lane == 0) ptx::st_release_gpu(turns, turn + 1);
+#if CUFLASH_ORDER == 1
+      if (slice == 0) add_to_dv();
+      if (slice == 1) add_to_dk();
 #endif
     }
+    if (S::kSlices == 1) add_to_dk();
+    held_at = block_at;
+    held = last ? 0 : turn + 1;
     if (specials) {  // the next step needs K as it is
       __syncthreads();
       load_keys();
@@ -342,6 +388,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     }
   }
 
+  __syncthreads();
+  release();
   if (DK::busy()) {
 #pragma unroll
     for (int i = 0; i < DK::kMi * 2; ++i) {

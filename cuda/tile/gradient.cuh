@@ -33,8 +33,8 @@ struct GradientParams {
   float cap;       // softcap: a score times cap is the argument of tanh
   float scale;     // of dQ and dK
   float* sums;     // (batch * heads, blocks, kBlockM * kD): dQ so far, in the order of registers
-  i32* turns;    // (batch * heads, blocks, kWarps): key tiles that have been added; zeros at first
-  i32* tickets;  // CTAs that have started; 0 at first
+  i32* turns;      // (batch * heads, blocks): key tiles that have been added; zeros at first
+  i32* tickets;    // CTAs that have started; 0 at first
   i32 interleave;  // heads whose tickets alternate
 };
 
@@ -183,13 +183,10 @@ __device__ __forceinline__ void clear_unseen(Block<kMi, kNj>& p, Block<kMi, kNj>
   }
 }
 
-// A warp's accumulators rounded to halves, into tile T of shared memory at (row, column); behind it
-// a tile of what that left.
+// A warp's accumulators rounded to halves, into tile T of shared memory, this lane's first at `to`;
+// behind it a tile of what that left.
 template <class Half, class T, int kParts, int kMi, int kNj>
-__device__ __forceinline__ void store_halves(char* tile, const Block<kMi, kNj>& x, int row,
-                                             int column) {
-  const int lane = threadIdx.x % 32;
-  char* to = tile + (row + lane / 4) * T::kPitch + (column + lane % 4 * 2) * 2;
+__device__ __forceinline__ void store_halves(char* to, const Block<kMi, kNj>& x) {
 #pragma unroll
   for (int i = 0; i < kMi * 2; ++i) {
 #pragma unroll
