@@ -400,6 +400,12 @@ def shared_memory(number: int) -> tuple[int, int]:
     return int(found[block]), int(found[whole])
 
 
+@functools.lru_cache(maxsize=64)
+def multiprocessors(number: int) -> int:
+    """Of a device. Raises MissingError."""
+    return int(cupy().cuda.Device(number).attributes["MultiProcessorCount"])
+
+
 def load(compiled: Compiled) -> Any:
     """The kernel as a CuPy function of the current device (`cupy.RawKernel`), loaded once.
 

@@ -24,9 +24,14 @@ RULES = {
 #: registers a thread, and Q, K and V within the 99 kB of shared memory that sm_86, sm_89 and sm_120
 #: give a block.
 TILE_N: dict[str, dict[int, int]] = {"sm80": {64: 96, 80: 64, 128: 48, 256: 64}}
-#: Tiles of the backward (queries, keys) by head dimension, for the same reasons; registers hold dK
-#: and dV as well.
-BACKWARD: dict[str, dict[int, tuple[int, int]]] = {"sm80": {128: (32, 64), 256: (32, 32)}}
+#: Tiles of the backward (queries, keys) by head dimension. Keys: what leaves dK and dV beside P and
+#: dS in the registers of eight warps. Queries matter only where sums are cut: what fits in shared
+#: memory when P and dS are split.
+BACKWARD: dict[str, dict[int, tuple[int, int]]] = {
+    "sm80": {64: (64, 128), 128: (32, 128), 256: (32, 64)}
+}
+#: Where a block has 99 kB of shared memory.
+BACKWARD_SMALL = {64: (64, 64), 128: (32, 64), 256: (32, 32)}
 
 #: The same for float32, whose operands take 6 bytes an element, and for both passes: forward and
 #: backward.
@@ -78,6 +83,8 @@ def _plan(shapes: Problem, arch: str, numerics: Numerics | None) -> Plan:
         tiles = BackwardPlan(tile_m=tile, tile_n=tile)
     else:
         tile = next(tile for d, tile in table.items() if width <= d)
-        rows, keys = next(tile for d, tile in BACKWARD[family_of(arch)].items() if width <= d)
-        tiles = BackwardPlan(tile_m=rows, tile_n=keys)
+        found = BACKWARD_SMALL if arch in SMALL else BACKWARD[family_of(arch)]
+        rows, keys = next(tile for d, tile in found.items() if width <= d)
+        # A causal tile of keys starts at its diagonal: a block of rows meets late keys first.
+        tiles = BackwardPlan(tile_m=rows, tile_n=keys, dq_order="descending")
     return default_plan(shapes, numerics, arch=RULES[arch], tile_n=tile, backward=tiles)

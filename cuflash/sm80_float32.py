@@ -13,7 +13,7 @@ import numpy as np
 from cuflash.compiler import cupy, shared_memory
 from cuflash.launch import Instantiation, Launch, packed, run, tail_of
 from cuflash.problem import GpuProblem
-from cuflash.sm80_backward import GRADIENT_PARAMS, delta_chunks, gradient_fields, pitch_of
+from cuflash.sm80_backward import delta_chunks, gradient_fields, gradient_params, pitch_of
 from cuflash.sm80_forward import (
     BAND,
     FIXED,
@@ -40,6 +40,7 @@ FORWARD_PARAMS = np.dtype(
     + [(name, np.float32) for name in ("c", "cap", "stale_limit")],
     align=True,
 )
+GRADIENT_PARAMS = gradient_params(("lse2", "delta"))
 DELTA_PARAMS = np.dtype(
     [(name, np.uint64) for name in ("dout", "out", "lse", "dlse", "lse2", "delta")]
     + [(f"{name}_strides", STRIDES) for name in ("dout", "out")]

@@ -1,44 +1,12 @@
 // NaN and Inf behind a mask: 0 * NaN would carry them into rows that do not see them. A partly
-// masked tile that holds such values is cleaned in shared memory before the product, its special
-// values are kept in a map of two bits each, and rows that do see one get it afterwards.
+// masked tile that holds such values is cleaned in shared memory before the product, and rows that
+// do see one get it afterwards, out of global memory.
 #pragma once
 
 #include "tile/layout.cuh"
 #include "tile/numerics.cuh"
 
 namespace cuflash {
-
-constexpr u32 kIsNaN = 3, kIsPositive = 1, kIsNegative = 2;  // 0: finite
-
-// One 16-bit word of the map holds the eight values of a 16-byte chunk.
-template <class T>
-struct SpecialMap {
-  static constexpr int kChunks = T::kCols / 8;
-  static constexpr int kBytes = T::kRows * kChunks * 2;
-};
-
-// Cleans this thread's share of a tile and fills the map; true if it held NaN or Inf.
-template <class Half, class T, int kThreads>
-__device__ __forceinline__ bool sanitise(char* tile, u16* map) {
-  constexpr int kChunks = SpecialMap<T>::kChunks;
-  bool found = false;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < T::kRows * kChunks; i += kThreads) {
-    u16* chunk = reinterpret_cast<u16*>(tile + i / kChunks * T::kPitch + i % kChunks * 16);
-    u32 kinds = 0;
-#pragma unroll 1
-    for (int e = 0; e < 8; ++e) {
-      const u32 x = chunk[e];
-      if ((x & Half::kExponent) != Half::kExponent) continue;
-      const bool infinite = (x & 0x7fffu) == Half::kExponent;
-      kinds |= (infinite ? (x >> 15 ? kIsNegative : kIsPositive) : kIsNaN) << (2 * e);
-      chunk[e] = 0;
-    }
-    map[i] = static_cast<u16>(kinds);
-    found |= kinds != 0;
-  }
-  return found;
-}
 
 // Whether this thread's share of a tile holds NaN or Inf: an exponent of all ones carries into the
 // sign's place.
