@@ -24,7 +24,7 @@ golden() {
   # The kernels still give the bits that are recorded (and that the emulator is held to).
   local fresh
   fresh="$(mktemp -d)/golden.npz"
-  python3 bench/record_golden.py "$fresh" &&
+  python3 -m bench.record_golden "$fresh" &&
     python3 - "$fresh" <<'PY'
 import sys
 import numpy as np
