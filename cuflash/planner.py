@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from cuflash.problem import GpuProblem
 from emulation.plan import TILE_N as TILE_N_HOPPER
 from emulation.plan import BackwardPlan, Numerics, Plan, default_plan
+from emulation.problem import Problem
 
 #: Rule of the tensor core (`emulation.tensor_core.RULES`) by architecture. sm_120 has no
 #: rule of its own yet and takes Blackwell's.
@@ -23,7 +25,7 @@ RULES = {
 #: registers a thread, and Q, K and V within the 99 kB of shared memory that sm_86, sm_89 and sm_120
 #: give a block.
 TILE_N: dict[str, dict[int, int]] = {
-    "sm80": {64: 96, 112: 64, 128: 48, 256: 64},
+    "sm80": {64: 96, 80: 64, 128: 48, 256: 64},
     "sm90": TILE_N_HOPPER,
 }
 #: The numerics that the Hopper kernels have; others run on those of sm80, under a Plan of theirs.
@@ -33,9 +35,14 @@ HOPPER: dict[str, tuple[str, ...]] = {
     "exp2": ("hardware",),
     "accumulate": ("tensor-core",),
 }
-#: Tiles of the backward (queries, keys) by head dimension, for the same reasons; registers hold dK
-#: and dV as well.
-BACKWARD: dict[str, dict[int, tuple[int, int]]] = {"sm80": {128: (32, 64), 256: (32, 32)}}
+#: Tiles of the backward (queries, keys) by head dimension. Keys: what leaves dK and dV beside P and
+#: dS in the registers of eight warps. Queries matter only where sums are cut: what fits in shared
+#: memory when P and dS are split.
+BACKWARD: dict[str, dict[int, tuple[int, int]]] = {
+    "sm80": {64: (64, 128), 128: (32, 128), 256: (32, 64)}
+}
+#: Where a block has 99 kB of shared memory.
+BACKWARD_SMALL = {64: (64, 64), 128: (32, 64), 256: (32, 32)}
 
 #: The same for float32, whose operands take 6 bytes an element, and for both passes: forward and
 #: backward.
@@ -45,6 +52,7 @@ TILE_FLOAT32_SMALL = {64: 64, 128: 32, 256: 16}
 SMALL = ("sm86", "sm89", "sm120")
 
 
+@functools.lru_cache(maxsize=64)
 def arch_of(capability: int) -> str:
     """The architecture of a compute capability: the newest in the table that is not newer.
 
@@ -80,23 +88,24 @@ def plan_for(
     """The Plan that runs for this problem on arch ("sm80", "sm86", "sm89", "sm90", "sm100",
     "sm120"). Raises ValueError or TypeError for arch and numerics.
     """
-    family = family_of(arch, problem.dtype, Numerics.of(numerics))
-    width = max(problem.d, problem.d_v)
-    if problem.dtype == "float32":
+    if numerics is not None:  # else float32 has numerics of its own
+        numerics = Numerics.of(numerics)
+    return _plan(problem.shapes, arch, numerics)
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(shapes: Problem, arch: str, numerics: Numerics | None) -> Plan:
+    """Remembered by the Problem itself, which is one object for equal calls."""
+    family = family_of(arch, shapes.dtype, Numerics.of(numerics))
+    width = max(shapes.d, shapes.d_v)
+    if shapes.dtype == "float32":
         table = TILE_FLOAT32_SMALL if arch in SMALL else TILE_FLOAT32
         tile = next(tile for d, tile in table.items() if width <= d)
-        return default_plan(
-            problem.shapes,
-            numerics,
-            arch=RULES[arch],
-            tile_n=tile,
-            backward=BackwardPlan(tile_m=tile, tile_n=tile),
-        )
-    rows, keys = next(tile for d, tile in BACKWARD["sm80"].items() if width <= d)
-    return default_plan(
-        problem.shapes,
-        numerics,
-        arch=RULES[arch],
-        tile_n=tile_of(family, width),
-        backward=BackwardPlan(tile_m=rows, tile_n=keys),
-    )
+        tiles = BackwardPlan(tile_m=tile, tile_n=tile)
+    else:
+        tile = tile_of(family, width)
+        found = BACKWARD_SMALL if arch in SMALL else BACKWARD["sm80"]
+        rows, keys = next(tile for d, tile in found.items() if width <= d)
+        # A causal tile of keys starts at its diagonal: a block of rows meets late keys first.
+        tiles = BackwardPlan(tile_m=rows, tile_n=keys, dq_order="descending")
+    return default_plan(shapes, numerics, arch=RULES[arch], tile_n=tile, backward=tiles)

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.compiler import compile_kernel, cupy, load
-from cuflash.launch import Instantiation
+from cuflash.compiler import cupy
+from cuflash.launch import Instantiation, Launch, packed, run, tail_of
 from cuflash.planner import HOPPER, tile_of
 from cuflash.problem import GpuProblem
 from cuflash.sm80_forward import (
@@ -19,15 +19,14 @@ from cuflash.sm80_forward import (
     HALVES,
     STRIDES,
     arithmetic,
-    band_of,
     check_plan,
+    common_fields,
     flag,
-    strides_of,
 )
 from cuflash.tensor_map import BYTES as MAP_BYTES
 from cuflash.tensor_map import tensor_map
-from emulation.flash import constants, machine_of
 from emulation.plan import Numerics, Plan
+from emulation.problem import Problem
 
 TARGET = "sm_90a"
 #: Dynamic shared memory that a block of Hopper may have.
@@ -39,17 +38,29 @@ L2_BYTES = 32 * 2**20
 MULTIPROCESSORS = 16  # cudaDevAttrMultiProcessorCount
 
 MAPS = ("q", "k", "v", "out")
-FIELDS: list[tuple[Any, ...]] = (
-    [("maps", np.uint8, (len(MAPS), MAP_BYTES))]
-    + [(name, np.uint64) for name in ("v", "out", "rest", "lse", "counter")]
+DIVISOR = [("multiplier", np.uint32), ("shift", np.uint32)]
+#: cuflash::sm90::Order.
+ORDER = [(name, np.int32) for name in ("works", "blocks", "whole_sets", "set", "last", "in_batch")]
+ORDER_BY = ("by_set", "by_head", "by_last", "by_batch", "by_group")
+#: The parameters behind the tensor maps.
+FIELDS = np.dtype(
+    [(name, np.uint64) for name in ("v", "out", "rest", "lse", "counter")]
     + [(f"{name}_strides", STRIDES) for name in ("v", "out", "rest")]
     + [("band", BAND)]
-    + [(name, np.int32) for name in ("heads", "group", "d_v")]
-    + [(name, np.int32) for name in ("works", "heads_together", "masked")]
-    + [(name, np.float32) for name in ("c", "cap", "stale_limit")]
+    + ORDER
+    + [(name, DIVISOR) for name in ORDER_BY]
+    + [(name, np.int32) for name in ("d_v", "masked")]
+    + [(name, np.float32) for name in ("c", "cap", "stale_limit")],
+    align=True,
 )
 #: A struct that holds tensor maps is a multiple of their alignment.
-PARAMS = np.dtype([*FIELDS, ("end", np.uint8, (-np.dtype(FIELDS, align=True).itemsize % 64,))])
+PARAMS = np.dtype(
+    [
+        ("maps", np.void, len(MAPS) * MAP_BYTES),
+        ("fields", FIELDS),
+        ("end", np.void, -FIELDS.itemsize % 64),
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -94,18 +105,18 @@ def shared_bytes(plan: Plan, d: int, d_v: int, schedule: Schedule) -> int:
     return tiles + ones + 8 * (5 * schedule.stages + 2 * q_slots + 5) + 4 * schedule.stages
 
 
-def schedule_of(problem: GpuProblem, plan: Plan) -> Schedule:
+def schedule_of(problem: Problem, plan: Plan) -> Schedule:
     """The schedule for a problem.
 
     Two CTAs of a cluster share every tile of K and V, which saves power where there is much to
-    share. Under a mask work is handed out as CTAs become free.
+    share. Under a mask work is handed out as CTAs become free. Registers hold three warpgroups'
+    S, P and O only where O is narrow, and not beside the arithmetic of softcap.
     """
     width = max(width_of(problem.d), width_of(problem.d_v))
     masked = is_masked(problem)
-    warpgroups = 3 if width == 64 else 2
     share = width > 64 and problem.n_q > (2048 if masked else 512)
     schedule = Schedule(
-        warpgroups=warpgroups,
+        warpgroups=3 if width == 64 and problem.softcap is None else 2,
         cluster=2 if share else 1,
         stages=2,
         q_stages=2,
@@ -117,9 +128,20 @@ def schedule_of(problem: GpuProblem, plan: Plan) -> Schedule:
     return schedule
 
 
-def is_masked(problem: GpuProblem) -> bool:
+def is_masked(problem: Problem) -> bool:
     """Whether a mask hides keys that exist."""
     return bool(problem.causal) or problem.window not in (None, (None, None))
+
+
+def divisor(d: int) -> tuple[int, int]:
+    """Multiplier and shift by which the kernel divides by d: sm90::Divisor.
+
+    >>> multiplier, shift = divisor(7)
+    >>> [n * multiplier >> shift for n in (0, 6, 7, 2**31 - 1)] == [0, 0, 1, (2**31 - 1) // 7]
+    True
+    """
+    shift = 31 + (d - 1).bit_length()
+    return -(-(1 << shift) // d), shift
 
 
 def forward_instantiation(
@@ -146,6 +168,60 @@ def multiprocessors(device: int) -> int:
     return int(cupy().cuda.runtime.deviceGetAttribute(MULTIPROCESSORS, device))
 
 
+def order_of(problem: Problem, schedule: Schedule) -> dict[str, Any]:
+    """sm90::Order: blocks of rows of all heads, in sets of heads that share the L2 cache."""
+    heads, in_batch = problem.heads, problem.lead[-1] if problem.lead else 1
+    blocks = -(-problem.n_q // (schedule.block_m * schedule.cluster))
+    together = 1
+    if schedule.dynamic:
+        of_head = 2 * problem.n_k * (problem.d + problem.d_v)
+        together = min(max(1, L2_BYTES // of_head) * problem.group, heads)
+    whole, last = divmod(heads, together)
+    return {
+        "works": blocks * heads,
+        "blocks": blocks,
+        "whole_sets": whole,
+        "set": together,
+        "last": last,
+        "in_batch": in_batch,
+        "by_set": divisor(together * blocks),
+        "by_head": divisor(together),
+        "by_last": divisor(max(1, last)),
+        "by_batch": divisor(in_batch),
+        "by_group": divisor(problem.group),
+    }
+
+
+@functools.lru_cache(maxsize=256)
+def _prepared(
+    problem: Problem, plan: Plan, schedule: Schedule | None, device: int
+) -> tuple[Launch, tuple[int, ...], Schedule, tuple[Any, ...]]:
+    """What a forward needs beside its arrays: the launch, rows of the boxes of the tensor maps, the
+    schedule, and the tail of its struct.
+    """
+    check_plan(plan, kernels="sm90")
+    for name, allowed in HOPPER.items():
+        if getattr(plan.numerics, name) not in allowed:
+            raise ValueError(
+                f"plan.numerics.{name}: got {getattr(plan.numerics, name)!r}, must be one of "
+                f"{', '.join(map(repr, allowed))} on the sm90 kernels"
+            )
+    d, d_v = problem.d, problem.d_v
+    s = schedule_of(problem, plan) if schedule is None else schedule
+    order = order_of(problem, s)
+    clusters = min(order["works"], multiprocessors(device) // s.cluster)
+    launch = Launch(
+        forward_instantiation(plan, d, d_v, problem.softcap is not None, s),
+        grid=clusters * s.cluster,
+        threads=s.threads,
+        shared=shared_bytes(plan, d, d_v, s),
+    )
+    fields = common_fields(problem, plan) | order
+    fields |= {"masked": is_masked(problem), "stale_limit": 2.0**plan.stale_limit}
+    keys = plan.tile_n // s.cluster
+    return launch, (64, keys, keys, 64), s, tail_of(FIELDS, fields)
+
+
 def forward(
     problem: GpuProblem,
     plan: Plan,
@@ -155,47 +231,19 @@ def forward(
     schedule: Schedule | None = None,
 ) -> None:
     """See `launch.Launcher.forward`."""
-    check_plan(plan, kernels="sm90")
-    for name, allowed in HOPPER.items():
-        if getattr(plan.numerics, name) not in allowed:
-            raise ValueError(
-                f"plan.numerics.{name}: got {getattr(plan.numerics, name)!r}, must be one of "
-                f"{', '.join(map(repr, allowed))} on the sm90 kernels"
-            )
     p = problem
-    s = schedule_of(p, plan) if schedule is None else schedule
-    instantiation = forward_instantiation(plan, p.d, p.d_v, p.softcap is not None, s)
-    kernel = load(compile_kernel(*instantiation[:2], TARGET, instantiation.options))
-    shared = shared_bytes(plan, p.d, p.d_v, s)
-    kernel.max_dynamic_shared_size_bytes = shared
-
-    const = constants(machine_of(plan), p.shapes)
-    params = np.zeros(1, PARAMS)
-    rows = {"q": 64, "k": plan.tile_n // s.cluster, "v": plan.tile_n // s.cluster, "out": 64}
-    for i, (name, x) in enumerate(zip(MAPS, (p.q, p.k, p.v, out), strict=True)):
-        if name != "out" or plan.numerics.out == "input":
-            params["maps"][0, i] = tensor_map(x, plan.format, rows[name])
-    for name, x in {"v": p.v, "out": out, "rest": rest}.items():
-        params[name] = 0 if x is None else x.data.ptr
-        params[f"{name}_strides"] = strides_of(x)
-    works = -(-p.n_q // (s.block_m * s.cluster)) * p.batch * p.heads
-    counter = cupy().zeros(1, np.uint32) if s.dynamic else None
-    params["counter"] = 0 if counter is None else counter.data.ptr
-    params["lse"] = lse.data.ptr
-    params["band"] = band_of(p)
-    params["heads"], params["group"], params["d_v"] = p.heads, p.group, p.d_v
-    params["works"], params["masked"] = works, is_masked(p)
-    if s.dynamic:
-        bytes_of_head = 2 * p.n_k * (p.d + p.d_v)
-        together = max(1, L2_BYTES // bytes_of_head) * p.group
-        params["heads_together"] = min(together, p.batch * p.heads)
-    else:
-        params["heads_together"] = 1
-    params["c"] = const.c
-    params["cap"] = 0 if const.softcap is None else const.softcap
-    params["stale_limit"] = 2.0**plan.stale_limit
-    clusters = min(works, multiprocessors(p.device) // s.cluster)
-    kernel((clusters * s.cluster,), (s.threads,), (params,), shared_mem=shared)
+    launch, rows, s, tail = _prepared(p.shapes, plan, schedule, p.device)
+    written = out if plan.numerics.out == "input" else None
+    boxes = zip((p.q, p.k, p.v, written), rows, strict=True)
+    maps = b"".join(
+        bytes(MAP_BYTES) if x is None else tensor_map(x, plan.format, n) for x, n in boxes
+    )
+    counter = cupy().zeros(1, np.int32) if s.dynamic else None
+    fields = packed(FIELDS, (p.v, out, rest), (lse, counter), tail)
+    params = bytearray(PARAMS.itemsize)
+    params[: len(maps)] = maps
+    params[len(maps) : len(maps) + FIELDS.itemsize] = fields.tobytes()
+    run((launch,), (np.frombuffer(params, PARAMS),), p.device)
 
 
 def instantiations() -> Iterable[Instantiation]:

@@ -6,8 +6,6 @@ import ctypes
 import functools
 from typing import Any
 
-import numpy as np
-
 BYTES = 128
 #: Columns of a box: what a row of 128 bytes, the widest swizzle, holds of halves.
 COLUMNS = 64
@@ -51,7 +49,7 @@ def _encoded(
     return ctypes.string_at(aligned, BYTES)
 
 
-def tensor_map(x: Any, fmt: str, rows: int) -> np.ndarray[Any, Any]:
+def tensor_map(x: Any, fmt: str, rows: int) -> bytes:
     """The map of a (B, H, N, D) array in boxes of `rows` rows and 64 columns of one head.
 
     What a box has beyond the array reads as 0 and is not written. The array's last axis is
@@ -62,4 +60,4 @@ def tensor_map(x: Any, fmt: str, rows: int) -> np.ndarray[Any, Any]:
     # The stride of an axis of one is free; the driver wants a multiple of 16.
     outer = zip(x.strides[2::-1], x.shape[2::-1], strict=True)
     strides = tuple(int(s) if n > 1 else 16 for s, n in outer)
-    return np.frombuffer(_encoded(int(x.data.ptr), shape, strides, fmt, rows), np.uint8)
+    return _encoded(int(x.data.ptr), shape, strides, fmt, rows)

@@ -6,11 +6,8 @@
 #include "ptx/special.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/tma.cuh"
-#include "ptx/wgmma.cuh"
-#include "sm90/softmax.cuh"
-#include "tile/band.cuh"
+#include "sm90/products.cuh"
 #include "tile/nonfinite.cuh"
-#include "tile/panel.cuh"
 
 namespace cuflash::sm90 {
 
@@ -23,143 +20,16 @@ struct ForwardParams {
   u32* counter;  // of work handed out; 0 at launch
   Strides v_strides, out_strides, rest_strides;
   Band band;
-  i32 heads, group;  // query heads, query heads per key head
+  Order order;
   i32 d_v;
-  i32 works;           // blocks of rows of all heads
-  i32 heads_together;  // heads whose K and V stay in the L2 cache together
-  i32 masked;          // whether a mask hides keys that exist
-  float c;             // a score times c is in log2 units
-  float cap;           // softcap: a score times cap is the argument of tanh
-  float stale_limit;   // "stale": a lane's sum above this moves the reference
-};
-
-// How the rounded P is summed: not at all, by products with eight columns of ones, or by the
-// product of V's last panel with those columns beside it.
-enum class Ones { kNone, kApart, kJoined };
-
-template <class Half_, int kD_, int kDv_, int kBlockN_>
-struct Shape {
-  using Half = Half_;
-  static constexpr int kD = kD_, kDv = kDv_, kBlockN = kBlockN_;
-  static constexpr int kGroups = kBlockN / 8;  // n8 blocks of a tile of scores
-  static constexpr bool kBf16 = Half::kOnes == 0x3f803f80u;
-  using Q = Panels<64, kD>;  // of one warpgroup
-  using K = Panels<kBlockN, kD>;
-  using V = Panels<kBlockN, kDv>;
-  using O = Panels<64, kDv>;  // takes Q's place
-};
-
-// What changes no bit. kWarpgroups: consumers. kStages: of K and of V. kQStages: of Q.
-template <int kWarpgroups_, int kCluster_, int kStages_, int kQStages_, bool kDynamic_,
-          bool kPingPong_, Ones kOnes_>
-struct Schedule {
-  static constexpr int kWarpgroups = kWarpgroups_, kCluster = kCluster_, kStages = kStages_,
-                       kQStages = kQStages_;
-  static constexpr bool kDynamic = kDynamic_, kPingPong = kPingPong_;
-  static constexpr Ones kOnes = kOnes_;
-  static constexpr int kBlockM = 64 * kWarpgroups, kThreads = 128 * (kWarpgroups + 1);
-  // Registers of a producer's and of a consumer's thread: what the launch gave, shared anew.
-  static constexpr int kProducerRegs = kWarpgroups == 2 ? 40 : 32;
-  static constexpr int kConsumerRegs = kWarpgroups == 2 ? 232 : (kWarpgroups == 3 ? 160 : 112);
-  static constexpr int kScanWarps = 3;
-};
-
-// Shared memory, in bytes from its start.
-template <class S, class P>
-struct Layout {
-  static constexpr u32 kQSlot = max_bytes(S::Q::kBytes, S::O::kBytes);
-  static constexpr u32 kQ = 0, kK = kQ + P::kQStages * P::kWarpgroups * kQSlot,
-                       kV = kK + P::kStages * S::K::kBytes, kOnes = kV + P::kStages * S::V::kBytes,
-                       kBarriers = kOnes + (P::kOnes == Ones::kNone ? 0 : 16 * kPanelPitch);
-  // Barriers of 8 bytes.
-  static constexpr u32 kKFull = kBarriers, kVFull = kKFull + 8 * P::kStages,
-                       kKEmpty = kVFull + 8 * P::kStages, kVEmpty = kKEmpty + 8 * P::kStages,
-                       kVClean = kVEmpty + 8 * P::kStages, kQFull = kVClean + 8 * P::kStages,
-                       kQEmpty = kQFull + 8 * P::kQStages * P::kWarpgroups,
-                       kWorkFull = kQEmpty + 8 * P::kQStages * P::kWarpgroups,
-                       kWorkEmpty = kWorkFull + 16, kWork = kWorkEmpty + 16, kFound = kWork + 8,
-                       kBytes = kFound + 4 * P::kStages;
+  i32 masked;         // whether a mask hides keys that exist
+  float c;            // a score times c is in log2 units
+  float cap;          // softcap: a score times cap is the argument of tanh
+  float stale_limit;  // "stale": a lane's sum above this moves the reference
 };
 
 // Named barriers; 0 is __syncthreads.
 constexpr u32 kTurn = 1, kStore = 5;  // + warpgroup
-
-// S = Q K^T of one warpgroup, issued.
-template <class S>
-__device__ __forceinline__ void issue_scores(Scores<S::kGroups>& s, u32 q, u32 k) {
-  const u32 a = ptx::opaque(descriptor(q, 16)), b = descriptor(k, 16);
-#pragma unroll
-  for (int kk = 0; kk < S::kD / 16; ++kk) {
-    const u32 a_step = (kk / 4 * S::Q::kPanelBytes + kk % 4 * 32) / 16,
-              b_step = (kk / 4 * S::K::kPanelBytes + kk % 4 * 32) / 16;
-    ptx::Wgmma<S::kBlockN>::template ss<S::kBf16, 0>(s, whole(a + a_step), whole(b + b_step),
-                                                     kk > 0);
-  }
-}
-
-// o += P V, issued; with it the sum of the rounded P in the group of columns after V's.
-template <class S, Ones kOnes, int kColumns>
-__device__ __forceinline__ void issue_output(Scores<kColumns>& o, const u32 (&p)[S::kGroups / 2][4],
-                                             u32 v, u32 ones) {
-  constexpr int kDv = S::kDv, kGroupsV = kDv / 8;
-  const u32 b = descriptor(v, S::V::kPanelBytes);
-#pragma unroll
-  for (int kk = 0; kk < S::kBlockN / 16; ++kk) {
-    const u32 step = kk * 16 * kPanelPitch / 16;
-    if constexpr (kOnes == Ones::kJoined) {
-      constexpr int kFirst = kDv - kPanelCols;  // columns of the product without the ones
-      if constexpr (kFirst > 0)
-        ptx::Wgmma<kFirst>::template rs<S::kBf16, 0>(o, p[kk], whole(b + step));
-      const u32 last = v + S::V::kPanelBytes * (S::V::kCount - 1);
-      const u32 joined = descriptor(last, ones - last) + step - (step << 16);
-      ptx::Wgmma<kPanelCols + 8>::template rs<S::kBf16, kFirst / 8>(o, p[kk], whole(joined));
-    } else {
-      ptx::Wgmma<kDv>::template rs<S::kBf16, 0>(o, p[kk], whole(b + step));
-      if constexpr (kOnes == Ones::kApart)
-        ptx::Wgmma<8>::template rs<S::kBf16, kGroupsV>(o, p[kk], whole(descriptor(ones, 16)));
-    }
-  }
-}
-
-// The block of rows that a CTA takes, and the tiles of keys that it and its cluster walk.
-template <class S, class P>
-struct Work {
-  i32 flat_head, first_row, last_row;  // last_row < first_row: past the end
-  i32 begin, end;                      // of the cluster: loaded by both CTAs
-  i32 full_begin, full_end;            // tiles that every row of the CTA sees whole
-  i32 clean_begin, clean_end;          // tiles of which every row sees all keys that exist
-
-  __device__ __forceinline__ static void tiles(const Band& band, i32 first, i32 last, i32& begin,
-                                               i32& end) {
-    const i32 low = band.low(first), high = last < first ? 0 : band.high(last);
-    begin = low / S::kBlockN;
-    end = high > low ? (high + S::kBlockN - 1) / S::kBlockN : begin;
-  }
-
-  // Heavy blocks, which are the late ones under a causal mask, first; heads that share the L2 cache
-  // side by side.
-  __device__ __forceinline__ Work(const ForwardParams& params, i32 work, i32 rank) {
-    constexpr i32 kRows = P::kBlockM * P::kCluster;
-    const Band& band = params.band;
-    const i32 blocks = (band.n_q + kRows - 1) / kRows;
-    const i32 all = params.works / blocks,
-              first_head = work / (params.heads_together * blocks) * params.heads_together;
-    const i32 together = min(params.heads_together, all - first_head);
-    const i32 rest = work - first_head * blocks, block = blocks - 1 - rest / together;
-    flat_head = first_head + rest % together;
-    tiles(band, block * kRows, min((block + 1) * kRows, band.n_q) - 1, begin, end);
-    first_row = block * kRows + rank * P::kBlockM;
-    last_row = min(first_row + P::kBlockM, band.n_q) - 1;
-    const i32 high = band.high(first_row);
-    full_begin = clean_begin = (band.low(last_row) + S::kBlockN - 1) / S::kBlockN;
-    full_end = high / S::kBlockN;
-    clean_end = high < band.n_k ? full_end : (high + S::kBlockN - 1) / S::kBlockN;
-  }
-
-  __device__ __forceinline__ bool scanned(i32 tile) const {
-    return tile < clean_begin || tile >= clean_end;
-  }
-};
 
 template <class S, class P, class A, bool kSoftcap, bool kFloatOut>
 __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThreads, 1)
@@ -174,14 +44,20 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
   const i32 rank = kCluster == 1 ? 0 : static_cast<i32>(ptx::cluster_ctarank());
   const i32 cluster = blockIdx.x / kCluster, clusters = gridDim.x / kCluster;
   const Band& band = params.band;
+  const Order& order = params.order;
 
   if (threadIdx.x == 0) {
+    ptx::prefetch_tensormap(params.k_map);
+    ptx::prefetch_tensormap(params.q_map);
+    ptx::prefetch_tensormap(params.v_map);
+    if constexpr (!kFloatOut) ptx::prefetch_tensormap(params.out_map);
     constexpr u32 kWarps = 4 * kWarpgroups * kCluster;
+    const u32 scanners = params.masked ? P::kScanWarps * kCluster : 0;
     for (int i = 0; i < kStages; ++i) {
       ptx::mbarrier_init(base + L::kKFull + 8 * i, 1);
       ptx::mbarrier_init(base + L::kVFull + 8 * i, 1);
       ptx::mbarrier_init(base + L::kKEmpty + 8 * i, kWarps);
-      ptx::mbarrier_init(base + L::kVEmpty + 8 * i, kWarps);
+      ptx::mbarrier_init(base + L::kVEmpty + 8 * i, kWarps + scanners);
       ptx::mbarrier_init(base + L::kVClean + 8 * i, P::kScanWarps);
       ptx::st_shared(base + L::kFound + 4 * i, -1);
     }
@@ -189,7 +65,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
       ptx::mbarrier_init(base + L::kQFull + 8 * i, 1);
       ptx::mbarrier_init(base + L::kQEmpty + 8 * i, 1);
     }
-    const u32 readers = kWarps + kCluster - 1 + (params.masked ? P::kScanWarps * kCluster : 0);
+    const u32 readers = kWarps + kCluster - 1 + scanners;
     for (int i = 0; i < 2; ++i) {
       ptx::mbarrier_init(base + L::kWorkFull + 8 * i, 1);
       ptx::mbarrier_init(base + L::kWorkEmpty + 8 * i, readers);
@@ -212,7 +88,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
   auto receive = [&](u32 turn) -> i32 {
     if constexpr (!P::kDynamic) {
       const i32 work = cluster + static_cast<i32>(turn) * clusters;
-      return work < params.works ? work : -1;
+      return work < order.works ? work : -1;
     } else {
       const u32 slot = turn % 2, parity = turn / 2 % 2;
       if constexpr (kCluster > 1) {
@@ -231,6 +107,15 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
       } else {
         ptx::mbarrier_arrive(barrier);
       }
+    }
+  };
+
+  // One lane a warp tells every CTA whose loads reach this shared memory.
+  auto release = [&](u32 barrier) {
+    if constexpr (kCluster > 1) {
+      if (lane < kCluster) ptx::mbarrier_arrive_cluster(ptx::mapa(barrier, lane));
+    } else {
+      if (lane == 0) ptx::mbarrier_arrive(barrier);
     }
   };
 
@@ -261,7 +146,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
           if (rank == 0) {
             next = clusters + static_cast<i32>(atomicAdd(params.counter, 1u));
             ptx::mbarrier_wait(base + L::kWorkEmpty + 8 * (turn % 2), turn / 2 % 2 ^ 1);
-            const i32 told = work < params.works ? work : -1;
+            const i32 told = work < order.works ? work : -1;
             const u32 slot = base + L::kWork + 4 * (turn % 2);
             const u32 full = base + L::kWorkFull + 8 * (turn % 2);
             ptx::st_shared(slot, told);
@@ -273,13 +158,13 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
           } else {
             const i32 told = receive(turn);
             received(turn);
-            work = told < 0 ? params.works : told;
+            work = told < 0 ? order.works : told;
           }
         }
-        if (work >= params.works) break;
-        const Work<S, P> w(params, work, rank);
-        const i32 batch = w.flat_head / params.heads, head = w.flat_head % params.heads;
-        const i32 kv_head = head / params.group;
+        if (work >= order.works) break;
+        const Work<S, P> w(order, band, work, rank);
+        const i32 batch = order.by_batch.of(w.flat_head),
+                  head = w.flat_head - batch * order.in_batch, kv_head = order.by_group.of(head);
         auto load_k = [&](i32 tile) {
           const u32 stage = k_turn % kStages;
           ptx::mbarrier_wait(base + L::kKEmpty + 8 * stage, k_turn / kStages % 2 ^ 1);
@@ -320,25 +205,27 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
         __syncwarp();
         if (lane == 0) received(turn);
         if (work < 0) break;
-        const Work<S, P> w(params, work, rank);
+        const Work<S, P> w(order, band, work, rank);
         i32 begin, end;
         Work<S, P>::tiles(band, w.first_row, w.last_row, begin, end);
         for (i32 tile = w.end - 1; tile >= w.begin; --tile, ++v_turn) {
-          if (tile >= end || tile < begin || !w.scanned(tile)) continue;
           const u32 stage = v_turn % kStages;
           ptx::mbarrier_wait(base + L::kVFull + 8 * stage, v_turn / kStages % 2);
-          char* v = shared + L::kV + stage * S::V::kBytes;
-          if (clear_nonfinite<Half, S::V::kBytes, 32 * P::kScanWarps>(v, threadIdx.x - 32))
-            ptx::st_shared(base + L::kFound + 4 * stage, static_cast<i32>(v_turn));
-          ptx::fence_proxy_async();
+          if (tile < end && tile >= begin && w.scanned(tile)) {
+            char* v = shared + L::kV + stage * S::V::kBytes;
+            if (clear_nonfinite<Half, S::V::kBytes, 32 * P::kScanWarps>(v, threadIdx.x - 32))
+              ptx::st_shared(base + L::kFound + 4 * stage, static_cast<i32>(v_turn));
+            ptx::fence_proxy_async();
+            __syncwarp();
+            if (lane == 0) ptx::mbarrier_arrive(base + L::kVClean + 8 * stage);
+          }
           __syncwarp();
-          if (lane == 0) ptx::mbarrier_arrive(base + L::kVClean + 8 * stage);
+          release(base + L::kVEmpty + 8 * stage);
         }
       }
     }
   } else {
-    // -- Consumers: 64 rows each
-    // -------------------------------------------------------------------
+    // -- Consumers: 64 rows each ------------------------------------------------------------------
     ptx::setmaxnreg_inc<P::kConsumerRegs>();
     const int mine = warpgroup - 1;
     constexpr int kColumns = S::kDv / 8 + (P::kOnes != Ones::kNone ? 1 : 0);
@@ -358,14 +245,6 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
     };
     if (P::kPingPong && mine == kWarpgroups - 1) ptx::bar_arrive(kTurn, 256);
 
-    // One lane a warp tells every CTA whose loads reach this shared memory.
-    auto release = [&](u32 barrier) {
-      if constexpr (kCluster > 1) {
-        if (lane < kCluster) ptx::mbarrier_arrive_cluster(ptx::mapa(barrier, lane));
-      } else {
-        if (lane == 0) ptx::mbarrier_arrive(barrier);
-      }
-    };
     auto wait_k = [&](u32 k) {
       ptx::mbarrier_wait(base + L::kKFull + 8 * (k % kStages), k / kStages % 2);
     };
@@ -383,12 +262,23 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
       return ptx::ld_shared(base + L::kFound + 4 * stage) == static_cast<i32>(kv);
     };
 
+    // The place of Q, from which O has left. Where the producer has another one, the next block's
+    // first product comes before this wait.
+    constexpr bool kLateRelease = P::kQStages > 1;
+    auto release_q = [&](u32 of) {
+      if (ptx::thread_index() % 128 == 0) {
+        ptx::cp_async_bulk_wait_group_read<0>();
+        ptx::mbarrier_arrive(base + L::kQEmpty +
+                             8 * (of % P::kQStages * kWarpgroups + static_cast<u32>(mine)));
+      }
+    };
+
     for (u32 turn = 0;; ++turn) {
       const i32 piece = receive(turn);
       __syncwarp();
       if (lane == 0) received(turn);
       if (piece < 0) break;
-      const Work<S, P> w(params, piece, rank);
+      const Work<S, P> w(order, band, piece, rank);
       const i32 first_row = w.first_row + 64 * mine, last_row = min(first_row + 64, band.n_q) - 1;
       i32 begin, end, cta_begin, cta_end;  // tiles that this warpgroup sees, that the CTA sees
       Work<S, P>::tiles(band, first_row, last_row, begin, end);
@@ -411,8 +301,10 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
             }
           }
           wait_k(kv);
+          __syncwarp();
           release_k(kv);
           wait_v();
+          __syncwarp();
           release_v();
         }
       };
@@ -420,19 +312,8 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
       auto mask = [&](i32 tile) {
         if (tile >= full_begin && tile < full_end) return;
         const int thread = ptx::thread_index() % 128;
-        const i32 row = first_row + thread / 32 * 16 + thread % 32 / 4,
-                  start = tile * kBlockN + thread % 4 * 2;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const i32 low = band.low(row + 8 * i) - start, high = band.high(row + 8 * i) - start;
-#pragma unroll
-          for (int j = 0; j < kGroups; ++j) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              if (j * 8 + e < low || j * 8 + e >= high) s[i][j][e] = negative_infinity();
-            }
-          }
-        }
+        hide(s, band, first_row + thread / 32 * 16 + thread % 32 / 4,
+             tile * kBlockN + thread % 4 * 2);
       };
       auto cap = [&] {
         if constexpr (kSoftcap) {
@@ -502,6 +383,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
         ptx::wgmma_fence();
         issue_scores<S>(s, q, k_tile(kv));
         ptx::wgmma_commit_group();
+        if (kLateRelease && turn > 0) release_q(turn - 1);
         ptx::wgmma_wait_group<0>();
         ptx::fence_operands(s);
         release_k(kv);
@@ -532,11 +414,14 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
         ptx::fence_operands(o);
         release_v();
       }
+      if (kLateRelease && turn > 0 && end <= begin) release_q(turn - 1);
       skip(begin, w.begin);
 
       // -- Epilogue: O in halves leaves through this warpgroup's place of Q -----------------------
-      const Work<S, P> done(params, ptx::opaque(piece), rank);  // nothing kept through the loops
-      const i32 batch = done.flat_head / params.heads, head = done.flat_head % params.heads;
+      const Work<S, P> done(order, band, ptx::opaque(piece),
+                            rank);  // nothing kept through the loops
+      const i32 batch = order.by_batch.of(done.flat_head),
+                head = done.flat_head - batch * order.in_batch;
       const int thread = ptx::thread_index() % 128, warp = thread / 32, g = thread % 4;
       const i32 block_row = done.first_row + 64 * mine;
       const i32 row = block_row + warp * 16 + thread % 32 / 4;
@@ -600,7 +485,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
       if (found) {
         // NaN and Inf of V that were taken out, to the rows that see them.
         if constexpr (kFloatOut) ptx::bar_sync(together, 128);
-        const u16* v = params.v + params.v_strides.at(batch, head / params.group, 0);
+        const u16* v = params.v + params.v_strides.at(batch, order.by_group.of(head), 0);
 #pragma unroll 1
         for (i32 i = thread; i < (min(64, band.n_q - block_row)) * params.d_v; i += 128) {
           const i32 local = i / params.d_v, column = i % params.d_v;
@@ -633,12 +518,12 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
                                 block_row, head, batch);
             }
             ptx::cp_async_bulk_commit_group();
-            ptx::cp_async_bulk_wait_group_read<0>();
           }
         }
-        ptx::mbarrier_arrive(base + L::kQEmpty + 8 * slot);
       }
+      if constexpr (!kLateRelease) release_q(turn);
     }
+    if (ptx::thread_index() % 128 == 0) ptx::cp_async_bulk_wait_group_read<0>();
   }
   if constexpr (kCluster > 1) {  // a CTA's shared memory stays until its peer is done with it
     __syncwarp();

@@ -3,6 +3,7 @@
 // reference that must move) is one test of the warp and lies outside the usual path.
 #pragma once
 
+#include "tile/band.cuh"
 #include "tile/softmax.cuh"
 
 namespace cuflash::sm90 {
@@ -14,6 +15,22 @@ constexpr u32 kWholeWarp = 0xffffffffu;
 
 // |r| >= 2^24, -inf included.
 __device__ __forceinline__ bool unusual(float r) { return !(fabsf(r) < 16777216.0f); }
+
+// Scores of keys that are not seen become -inf. Of this thread: its first row and first key.
+template <int kGroups>
+__device__ __forceinline__ void hide(Scores<kGroups>& s, const Band& band, i32 row, i32 key) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const i32 low = band.low(row + 8 * i) - key, high = band.high(row + 8 * i) - key;
+#pragma unroll
+    for (int j = 0; j < kGroups; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        if (j * 8 + e < low || j * 8 + e >= high) s[i][j][e] = negative_infinity();
+      }
+    }
+  }
+}
 
 // The largest of each row's columns in this thread: two chains a row.
 template <int kGroups>

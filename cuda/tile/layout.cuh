@@ -23,31 +23,29 @@ struct Tile {
 template <class T, int kThreads>
 __device__ __forceinline__ void load_tile(u32 to, const u16* from, i64 row_stride, i32 first,
                                           i32 low, i32 high, i32 cols) {
-  constexpr int kChunks = T::kCols / 8;
-  if constexpr (kThreads % kChunks == 0) {
-    // A thread keeps its column: one address and one step, instead of one address per row.
-    constexpr int kStep = kThreads / kChunks;
-    const int thread = ptx::thread_index();
-    const int chunk = thread % kChunks, row = thread / kChunks;
-    const bool inside = chunk * 8 < cols;
-    const u16* source = from + (first + row) * row_stride + chunk * 8;
-    to += row * T::kPitch + chunk * 16;
-#pragma unroll 4
-    for (int i = 0; i < T::kRows; i += kStep) {
-      if (T::kRows % kStep != 0 && row + i >= T::kRows) break;
-      const i32 at = first + row + i;
-      const bool valid = inside && at >= low && at < high;
-      ptx::cp_async_16(to + i * T::kPitch, valid ? source : from, valid);
-      source += kStep * row_stride;
+  constexpr u32 kChunks = T::kCols / 8;
+  if constexpr (kThreads % kChunks == 0 && T::kRows % (kThreads / kChunks) == 0) {
+    constexpr u32 kStep = kThreads / kChunks;
+    if (first >= low && first + T::kRows <= high && cols == T::kCols) {
+      // A thread keeps its column: one addition for each piece.
+      const u32 thread = ptx::thread_index() % kThreads, row = thread / kChunks,
+                chunk = thread % kChunks;
+      const u16* source = from + (first + row) * row_stride + chunk * 8;
+      to += row * T::kPitch + chunk * 16;
+#pragma unroll
+      for (u32 i = 0; i < T::kRows; i += kStep) {
+        ptx::cp_async_16(to + i * T::kPitch, source, true);
+        source += kStep * row_stride;
+      }
+      return;
     }
-  } else {
+  }
 #pragma unroll 1
-    for (int i = threadIdx.x; i < T::kRows * kChunks; i += kThreads) {
-      const int row = i / kChunks, chunk = i % kChunks;
-      const bool valid = first + row >= low && first + row < high && chunk * 8 < cols;
-      const u16* source = from + (valid ? (first + row) * row_stride + chunk * 8 : 0);
-      ptx::cp_async_16(to + row * T::kPitch + chunk * 16, source, valid);
-    }
+  for (u32 i = ptx::thread_index() % kThreads; i < T::kRows * kChunks; i += kThreads) {
+    const i32 row = first + static_cast<i32>(i / kChunks), chunk = i % kChunks;
+    const bool valid = row >= low && row < high && chunk * 8 < cols;
+    const u16* source = from + (valid ? row * row_stride + chunk * 8 : 0);
+    ptx::cp_async_16(to + i / kChunks * T::kPitch + chunk * 16, source, valid);
   }
 }
 
