@@ -19,7 +19,8 @@ from cuflash.sm90_forward import Schedule, shared_bytes, width_of
 from emulation import Numerics, Plan
 from emulation.problem import Array
 from emulation.samples import sample
-from tests.test_sm80_forward import assert_same, check
+from tests.on_gpu import assert_same
+from tests.test_sm80_forward import check
 
 FAILURES = ("C7508", "C7510", "C7512", "C7513")
 
@@ -87,6 +88,24 @@ def test_no_schedule_changes_a_bit(d: int, causal: bool) -> None:
         out, lse = launched(q, k, v, schedule, causal=causal)
         assert_same(f"{schedule} lse", lse, want_lse)
         assert_same(f"{schedule} out", out, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("masks", [{}, {"causal": True}, {"window": (300, 100)}])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_many_blocks_of_rows_for_each_cta(d: int, masks: dict[str, Any]) -> None:
+    """Every schedule, launches back to back: one head's bits for all heads, every time."""
+    cupy = hopper()
+    q, k, v = sample("normal", n=1024, d=d, dtype="bfloat16")
+    want, want_lse = launched(q, k, v, None, **masks)
+    many = [np.broadcast_to(x, (128, *x.shape[1:])) for x in (q, k, v)]
+    for cluster, dynamic in itertools.product((1, 2), (False, True)):
+        schedule = Schedule(3 if d == 64 else 2, cluster, 2, 1 if d == 256 else 2, dynamic, d < 256)
+        for _ in range(20):
+            out, lse = launched(*many, schedule, **masks)
+            assert_same(f"{schedule} lse", lse, np.broadcast_to(want_lse, lse.shape))
+            assert_same(f"{schedule} out", out, np.broadcast_to(want, out.shape))
+    cupy.cuda.Device().synchronize()
 
 
 @pytest.mark.gpu

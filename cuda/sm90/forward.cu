@@ -4,29 +4,11 @@
 #include "ptx/barrier.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/special.cuh"
-#include "ptx/stmatrix.cuh"
 #include "ptx/tma.cuh"
+#include "sm90/epilogue.cuh"
 #include "sm90/products.cuh"
-#include "tile/nonfinite.cuh"
 
 namespace cuflash::sm90 {
-
-struct ForwardParams {
-  ptx::TensorMap q_map, k_map, v_map, out_map;  // out_map: unused with float32 output
-  const u16* v;
-  void* out;
-  u16* rest;     // what O lost when it was rounded, in the order of out; null if nobody asks
-  float* lse;    // (batch, heads, n_q)
-  u32* counter;  // of work handed out; 0 at launch
-  Strides v_strides, out_strides, rest_strides;
-  Band band;
-  Order order;
-  i32 d_v;
-  i32 masked;         // whether a mask hides keys that exist
-  float c;            // a score times c is in log2 units
-  float cap;          // softcap: a score times cap is the argument of tanh
-  float stale_limit;  // "stale": a lane's sum above this moves the reference
-};
 
 // Named barriers; 0 is __syncthreads.
 constexpr u32 kTurn = 1, kStore = 5;  // + warpgroup
@@ -375,6 +357,26 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
         }
       };
 
+      // The rows' sums of P, and LSE.
+      float l[2];
+      bool sees[2];
+      auto finish_rows = [&] {
+        const Work<S, P> done(order, band, ptx::opaque(piece), rank);
+        const int thread = ptx::thread_index() % 128;
+        const i32 row = done.first_row + 64 * mine + thread / 32 * 16 + thread % 32 / 4;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          l[i] = quad_sum(state[i].l);
+          sees[i] = band.high(row + 8 * i) > band.low(row + 8 * i);
+          if (thread % 4 == 0 && row + 8 * i < band.n_q) {
+            const float lse = __fmul_rn(__fadd_rn(state[i].r, ptx::lg2_approx_ftz(l[i])),
+                                        0.693147182464599609375f);
+            params.lse[static_cast<i64>(done.flat_head) * band.n_q + row + 8 * i] =
+                sees[i] ? lse : negative_infinity();
+          }
+        }
+      };
+
       skip(w.end, end);
       ptx::mbarrier_wait(base + L::kQFull + 8 * slot, turn / P::kQStages % 2);
       if (end > begin) {
@@ -410,34 +412,29 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
         issue_output<S, P::kOnes>(o, p, base + L::kV + kv % kStages * S::V::kBytes,
                                   base + L::kOnes);
         ptx::wgmma_commit_group();
+        finish_rows();
         ptx::wgmma_wait_group<0>();
         ptx::fence_operands(o);
         release_v();
       }
-      if (kLateRelease && turn > 0 && end <= begin) release_q(turn - 1);
+      if (end <= begin) {
+        finish_rows();
+        if (kLateRelease && turn > 0) release_q(turn - 1);
+      }
       skip(begin, w.begin);
 
       // -- Epilogue: O in halves leaves through this warpgroup's place of Q -----------------------
-      const Work<S, P> done(order, band, ptx::opaque(piece),
-                            rank);  // nothing kept through the loops
+      // Nothing of it is kept through the loops.
+      const Work<S, P> done(order, band, ptx::opaque(piece), rank);
       const i32 batch = order.by_batch.of(done.flat_head),
                 head = done.flat_head - batch * order.in_batch;
-      const int thread = ptx::thread_index() % 128, warp = thread / 32, g = thread % 4;
-      const i32 block_row = done.first_row + 64 * mine;
-      const i32 row = block_row + warp * 16 + thread % 32 / 4;
+      const Rows rows = {batch, head, done.first_row + 64 * mine};
+      const int thread = ptx::thread_index() % 128, warp = thread / 32;
+      const i32 row = rows.first + warp * 16 + thread % 32 / 4;
       float inverse[2];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float l = quad_sum(state[i].l);
-        const bool sees = band.high(row + 8 * i) > band.low(row + 8 * i);
-        inverse[i] = sees ? __frcp_rn(A::kRoundedSum ? o[i][kColumns - 1][0] : l) : 0.0f;
-        if (g == 0 && row + 8 * i < band.n_q) {
-          const float lse =
-              __fmul_rn(__fadd_rn(state[i].r, ptx::lg2_approx_ftz(l)), 0.693147182464599609375f);
-          params.lse[static_cast<i64>(done.flat_head) * band.n_q + row + 8 * i] =
-              sees ? lse : negative_infinity();
-        }
-      }
+      for (int i = 0; i < 2; ++i)
+        inverse[i] = sees[i] ? __frcp_rn(A::kRoundedSum ? o[i][kColumns - 1][0] : l[i]) : 0.0f;
       const u32 together = kStore + mine;
       ptx::bar_sync(together, 128);  // every warp has read Q
 #pragma unroll
@@ -446,80 +443,27 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
         x = __fmul_rn(x, inverse[i / (2 * kColumns)]);
       }
       if constexpr (kFloatOut) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          if (row + 8 * i >= band.n_q) continue;
-          float* out = static_cast<float*>(params.out) +
-                       params.out_strides.at(batch, head, row + 8 * i) + g * 2;
-#pragma unroll
-          for (int j = 0; j < S::kDv / 8; ++j) {
-            if (j * 8 < params.d_v)
-              *reinterpret_cast<float2*>(out + j * 8) = make_float2(o[i][j][0], o[i][j][1]);
-          }
-        }
+        write_float<S::kDv>(params, rows, row, o);
       } else {
-        if (params.rest != nullptr) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            if (row + 8 * i >= band.n_q) continue;
-            u16* rest = params.rest + params.rest_strides.at(batch, head, row + 8 * i) + g * 2;
-#pragma unroll
-            for (int j = 0; j < S::kDv / 8; ++j) {
-              const float x = o[i][j][0], y = o[i][j][1];
-              if (j * 8 < params.d_v)
-                *reinterpret_cast<u32*>(rest + j * 8) = pack_rest<Half>(x, y, Half::pack(x, y));
-            }
-          }
-        }
-        const int matrix_row = warp * 16 + thread % 16;
-#pragma unroll
-        for (int j = 0; j < S::kDv / 8; j += 2) {
-          ptx::stmatrix_x4(q + S::O::chunk(matrix_row, j * 8 + thread % 32 / 16 * 8),
-                           Half::pack(o[0][j][0], o[0][j][1]), Half::pack(o[1][j][0], o[1][j][1]),
-                           Half::pack(o[0][j + 1][0], o[0][j + 1][1]),
-                           Half::pack(o[1][j + 1][0], o[1][j + 1][1]));
-        }
+        if (params.rest != nullptr) write_rest<Half, S::kDv>(params, rows, row, o);
+        stage_halves<Half, typename S::O>(q, warp * 16 + thread % 16, o);
         ptx::fence_proxy_async();
         ptx::bar_sync(together, 128);
       }
       if (found) {
-        // NaN and Inf of V that were taken out, to the rows that see them.
         if constexpr (kFloatOut) ptx::bar_sync(together, 128);
-        const u16* v = params.v + params.v_strides.at(batch, order.by_group.of(head), 0);
-#pragma unroll 1
-        for (i32 i = thread; i < (min(64, band.n_q - block_row)) * params.d_v; i += 128) {
-          const i32 local = i / params.d_v, column = i % params.d_v;
-          const float special =
-              visible_special<Half>(band, v + column, params.v_strides.row, block_row + local,
-                                    done.clean_begin * kBlockN, done.clean_end * kBlockN);
-          if (special == 0.0f) continue;
-          if constexpr (kFloatOut) {
-            float* out = static_cast<float*>(params.out) +
-                         params.out_strides.at(batch, head, block_row + local) + column;
-            *out = __fadd_rn(*out, special);
-          } else {
-            u16* out = reinterpret_cast<u16*>(shared + (q - base) + S::O::chunk(local, column)) +
-                       column % 8;
-            *out = static_cast<u16>(Half::pack(__fadd_rn(Half::widen(*out), special), 0.0f));
-            if (params.rest != nullptr) {
-              params.rest[params.rest_strides.at(batch, head, block_row + local) + column] =
-                  0x7fff;  // Inf - Inf
-            }
-          }
-        }
+        add_specials<Half, typename S::O, kFloatOut>(params, rows, shared + (q - base),
+                                                     done.clean_begin * kBlockN,
+                                                     done.clean_end * kBlockN);
         ptx::fence_proxy_async();
         ptx::bar_sync(together, 128);
       }
-      if (thread == 0) {
-        if constexpr (!kFloatOut) {
-          if (block_row < band.n_q) {
-            for (int panel = 0; panel * kPanelCols < params.d_v; ++panel) {
-              ptx::tma_store_4d(q + panel * S::O::kPanelBytes, params.out_map, panel * kPanelCols,
-                                block_row, head, batch);
-            }
-            ptx::cp_async_bulk_commit_group();
-          }
+      if (!kFloatOut && thread == 0 && rows.first < band.n_q) {
+        for (int panel = 0; panel * kPanelCols < params.d_v; ++panel) {
+          ptx::tma_store_4d(q + panel * S::O::kPanelBytes, params.out_map, panel * kPanelCols,
+                            rows.first, head, batch);
         }
+        ptx::cp_async_bulk_commit_group();
       }
       if constexpr (!kLateRelease) release_q(turn);
     }
