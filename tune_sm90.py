@@ -320,7 +320,7 @@ def timing(d, which, only):
     try:
         import fa3_fwd_interface as fa3
     except Exception as e:
-        if which == "host": print("no FA3:", repr(e)[:100])
+        print("no FA3:", repr(e)[:100])
     stream = cp.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
     for n, causal in cells(d):
         if only and f"{n}{'c' if causal else 'f'}" not in only: continue
@@ -362,7 +362,7 @@ def timing(d, which, only):
         med = {x: statistics.median(t) for x, t in times.items()}
         peer = max(med.get("FA3", 0), med["cudnn"])
         us = flop / peer / 1e6
-        print(f"D{d} N{n} {'causal' if causal else 'full'} ({us:.0f} us, host {max(v for x, v in host.items() if x not in ('cudnn', 'FA3')):.0f}): " + "  ".join(
+        print(f"RESULT D{d} N{n} {'causal' if causal else 'full'} ({us:.0f} us, host {max(v for x, v in host.items() if x not in ('cudnn', 'FA3')):.0f}): " + "  ".join(
             f"{x} {m:.0f}" + ("" if x in ("FA3", "cudnn") else f" ({m / peer:.3f})") for x, m in med.items()), flush=True)
 
 
@@ -390,8 +390,8 @@ def speed(ds, limit=118.0):
             for line in p.stdout:
                 last[0] = time.time()
                 if line.startswith("AT "): at[0] = line[3:].rstrip()
-                elif line.startswith("D"):
-                    print(line, end="", flush=True); left.pop(0)
+                elif line.startswith("RESULT "):
+                    print(line[7:], end="", flush=True); left.pop(0)
                 else: tail = (tail + [line.rstrip()])[-6:]
             p.wait()
             if p.returncode and left:
