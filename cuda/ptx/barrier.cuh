@@ -14,6 +14,17 @@ __device__ __forceinline__ void bar_arrive(u32 barrier, u32 threads) {
   asm volatile("bar.arrive %0, %1;" : : "r"(barrier), "r"(threads) : "memory");
 }
 
+// Whether `x` holds for any thread of the barrier.
+__device__ __forceinline__ bool bar_red_or(u32 barrier, u32 threads, bool x) {
+  u32 any;
+  asm volatile(
+      "{.reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.or.pred q, %2, %3, p; selp.u32 %0, 1, 0, q;}"
+      : "=r"(any)
+      : "r"(static_cast<u32>(x)), "r"(barrier), "r"(threads)
+      : "memory");
+  return any != 0;
+}
+
 __device__ __forceinline__ void barrier_cluster_arrive_release() {
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 }
@@ -51,6 +62,11 @@ __device__ __forceinline__ i32 ld_shared(u32 address) {
 
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// The same for all memory.
+__device__ __forceinline__ void fence_proxy_async_all() {
+  asm volatile("fence.proxy.async;" ::: "memory");
 }
 
 template <int kRegisters>

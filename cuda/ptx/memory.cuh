@@ -41,4 +41,31 @@ __device__ __forceinline__ void st_cg(float4* to, float4 x) {
                : "memory");
 }
 
+__device__ __forceinline__ float ld_cg(const float* from) {
+  float x;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(from) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ void st_cg(float* to, float x) {
+  asm volatile("st.global.cg.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
+}
+
+__device__ __forceinline__ float ld_shared_f32(u32 from) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(from) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ float2 ld_shared_v2(u32 from) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ void st_shared_v4(u32 to, float x, float y, float z, float w) {
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(x), "f"(y), "f"(z), "f"(w)
+               : "memory");
+}
+
 }  // namespace cuflash::ptx

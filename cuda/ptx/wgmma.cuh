@@ -102,8 +102,8 @@ __device__ __forceinline__ void fence_operands(u32 (&a)[kSteps][4]) {
 #define CUFLASH_OPERANDS_248 CUFLASH_OPERANDS_240, CUFLASH_GROUP(30)
 #define CUFLASH_OPERANDS_256 CUFLASH_OPERANDS_248, CUFLASH_GROUP(31)
 
-// ss: a and b K-major in shared memory, from zero unless `add`. rs: a in registers, b stored
-// [k][n]. The groups of columns kFirst, kFirst + 1, ... of d are the product's.
+// ss: a and b K-major in shared memory, from zero unless `add`; ss_as: with a stored [k][m] and b
+// stored [k][n] where it says so. rs: a in registers, b stored [k][n]. The groups of columns kFirst, kFirst + 1, ... of d are the product's.
 template <int kN>
 struct Wgmma;
 
@@ -112,6 +112,13 @@ struct Wgmma;
                "k16.f32." FORMAT "." FORMAT " {" CUFLASH_TEXT_##N "}," A "," B ",p,1,1,0,0;}" \
                : CUFLASH_OPERANDS_##N                                                         \
                : "l"(a), "l"(b), "r"(static_cast<u32>(add)))
+#define CUFLASH_SS_AS(N, FORMAT, A, B, ADD, TRANS_A, TRANS_B)                                     \
+  asm volatile("{.reg .pred p; setp.ne.b32 p," ADD ",0; wgmma.mma_async.sync.aligned.m64n" #N     \
+               "k16.f32." FORMAT "." FORMAT " {" CUFLASH_TEXT_##N "}," A "," B ",p,1,1," TRANS_A  \
+               "," TRANS_B ";}"                                                                   \
+               : CUFLASH_OPERANDS_##N                                                             \
+               : "l"(a), "l"(b), "r"(static_cast<u32>(add)), "n"(kTransA ? 1 : 0),                \
+                 "n"(kTransB ? 1 : 0))
 #define CUFLASH_RS(N, FORMAT, A0, A1, A2, A3, B)                                                \
   asm volatile("{.reg .pred p; setp.ne.b32 p,1,0; wgmma.mma_async.sync.aligned.m64n" #N         \
                "k16.f32." FORMAT "." FORMAT " {" CUFLASH_TEXT_##N "},{" A0 "," A1 "," A2 "," A3 \
@@ -129,6 +136,15 @@ struct Wgmma;
         CUFLASH_SS(N, "f16", X0, X1, X2);                                                          \
       }                                                                                            \
     }                                                                                              \
+    template <bool kBf16, int kFirst, bool kTransA, bool kTransB, int kGroups>                     \
+    __device__ __forceinline__ static void ss_as(float (&d)[2][kGroups][2], u64 a, u64 b,          \
+                                                 bool add) {                                       \
+      if constexpr (kBf16) {                                                                       \
+        CUFLASH_SS_AS(N, "bf16", X0, X1, X2, X3, X4);                                              \
+      } else {                                                                                     \
+        CUFLASH_SS_AS(N, "f16", X0, X1, X2, X3, X4);                                               \
+      }                                                                                            \
+    }                                                                                              \
     template <bool kBf16, int kFirst, int kGroups>                                                 \
     __device__ __forceinline__ static void rs(float (&d)[2][kGroups][2], const u32 (&a)[4],        \
                                               u64 b) {                                             \
@@ -140,6 +156,7 @@ struct Wgmma;
     }                                                                                              \
   }
 CUFLASH_WGMMA(8, "%4", "%5", "%6", "%7", "%8");
+CUFLASH_WGMMA(32, "%16", "%17", "%18", "%19", "%20");
 CUFLASH_WGMMA(64, "%32", "%33", "%34", "%35", "%36");
 CUFLASH_WGMMA(72, "%36", "%37", "%38", "%39", "%40");
 CUFLASH_WGMMA(80, "%40", "%41", "%42", "%43", "%44");
