@@ -41,6 +41,8 @@ HOPPER: dict[str, tuple[str, ...]] = {
 BACKWARD: dict[str, dict[int, tuple[int, int]]] = {
     "sm80": {64: (64, 128), 128: (32, 128), 256: (32, 64)}
 }
+#: Keys of a CTA of the Hopper backward by the larger head dimension: the tile_n that its kernels run.
+BACKWARD_HOPPER = {128: 128}
 #: Where a block has 99 kB of shared memory.
 BACKWARD_SMALL = {64: (64, 64), 128: (32, 64), 256: (32, 32)}
 
@@ -75,6 +77,16 @@ def family_of(arch: str, dtype: str, numerics: Numerics) -> str:
         raise ValueError(f"arch: got {arch!r}, must be one of {', '.join(RULES)}")
     hopper = all(getattr(numerics, name) in allowed for name, allowed in HOPPER.items())
     return "sm90" if arch == "sm90" and dtype != "float32" and hopper else "sm80"
+
+
+def runs_hopper_backward(problem: Problem, plan: Plan) -> bool:
+    """Whether cuda/sm90 has a backward for this problem and Plan; else cuda/sm80 runs it."""
+    width, numerics = max(problem.d, problem.d_v), plan.numerics
+    keys = next((tile for d, tile in BACKWARD_HOPPER.items() if width <= d), None)
+    native = all(
+        getattr(numerics, name) in HOPPER[name] for name in ("p", "exp2", "accumulate")
+    )
+    return plan.format != "float32" and native and plan.backward.tile_n == keys
 
 
 def tile_of(family: str, width: int) -> int:

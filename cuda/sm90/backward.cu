@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   using V = typename S::V;
   using DS = typename S::DS;
   constexpr int kBlockM = S::kBlockM, kBlockN = S::kBlockN, kGroups = kBlockM / 8;
-  constexpr bool kBf16 = S::kBf16;
+  constexpr bool kBf16 = S::kBf16, kMost = S::kEarly && !kSoftcap;
   extern __shared__ __align__(1024) char shared[];
   const u32 base = ptx::shared_address(shared);
   const int warpgroup = __shfl_sync(kWholeWarp, threadIdx.x / 128, 0), lane = threadIdx.x % 32;
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Piece<kBlockM, kBlockN> piece(params, ptx::ld_shared(base + S::kTicket));
 
   if (warpgroup == 0) {
-    ptx::setmaxnreg_dec<kLoaderRegs>();
+    ptx::setmaxnreg_dec<kLoaderRegs<kMost>>();
     const int warp = threadIdx.x / 32;
     if (threadIdx.x == 0 && piece.steps > 0) {
       // -- The loader: K and V once, then Q and dO of every step with LSE and delta --------------
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 
   // -- Consumers: 64 keys each ---------------------------------------------------------------------
-  ptx::setmaxnreg_inc<kConsumerRegs>();
+  ptx::setmaxnreg_inc<kConsumerRegs<kMost>>();
   const int mine = warpgroup - 1, thread = threadIdx.x % 128;
   const Place place = Place::of(thread);
   float dk[2][S::kD / 8][2], dv[2][S::kDv / 8][2];

@@ -16,7 +16,11 @@ namespace cuflash::sm90 {
 
 constexpr u32 kWholeWarp = 0xffffffffu;
 constexpr int kConsumers = 256, kThreads = 384;  // two warpgroups, and one that loads and stores
-constexpr int kLoaderRegs = 24, kConsumerRegs = 240;
+// Registers of a thread that loads and stores, and of a consumer's: what the launch gave, shared anew.
+template <bool kMost>
+constexpr int kLoaderRegs = kMost ? 24 : 40;
+template <bool kMost>
+constexpr int kConsumerRegs = kMost ? 240 : 232;
 // Named barriers; 0 is __syncthreads.
 constexpr u32 kTurn = 1, kWarpgroup = 3, kBoth = 5;  // the first two + warpgroup
 
@@ -24,11 +28,11 @@ struct BackwardParams {
   ptx::TensorMap q_map, k_map, v_map, dout_map, dk_map, dv_map;  // the last two: half outputs only
   const u16 *q, *k, *dout;
   void *dk, *dv;
-  Strides q_strides, k_strides, dout_strides, dk_strides, dv_strides;
   const float *lse2, *delta;  // (batch, heads, pitch): LSE log2(e), and rowsum(dO O) - dLSE
   float* sums;                // dQ so far, see sm90/sums.cuh
   i32* turns;    // (batch * heads, blocks): key tiles that have been added; zeros at first
   i32* tickets;  // CTAs that have started; 0 at first
+  Strides q_strides, k_strides, dout_strides, dk_strides, dv_strides;
   Band band;
   i32 heads, group;  // query heads, query heads per key head
   i32 d, d_v;
