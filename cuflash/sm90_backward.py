@@ -62,26 +62,36 @@ CONVERT_PARAMS = np.dtype(
 #: Of the gradient kernels: two warpgroups of consumers, and one that loads and stores.
 GRADIENT_THREADS = 384
 CONVERT_THREADS = 128
+#: Head dimensions that are compiled as a check.
+INSTANCES = ((64, 64), (96, 96), (128, 128), (64, 128), (128, 64), (192, 128), (192, 192))
+INSTANCES += ((256, 256), (64, 256), (256, 64))
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What changes no bit: sm90::BackwardShape in cuda/sm90/backward.cu. rows: queries of a step.
-    early: dV is issued before dS is made, and S of the next step behind dK and dQ.
+    """What changes no bit. rows: queries of a step. early (cuda/sm90/backward.cu): dV is issued
+    before dS is made, and S of the next step behind dK and dQ.
     """
 
     rows: int
-    early: bool
+    early: bool = True
+
+
+def is_wide(d: int, d_v: int) -> bool:
+    """Whether cuda/sm90/backward_wide.cu runs these head dimensions."""
+    return max(d, d_v) > 128
 
 
 def shape_of(d: int, d_v: int, softcap: bool) -> Shape:
     """The shape for these head dimensions: as many rows as registers hold S and dP of, beside dK,
     dV and the slope of a softcap.
     """
+    if is_wide(d, d_v):
+        return Shape(rows=64)
     narrow = max(width_of(d), width_of(d_v)) == 64
     if softcap:
-        return Shape(rows=64 if narrow else 32, early=True)
-    return Shape(rows=128, early=False) if narrow else Shape(rows=64, early=True)
+        return Shape(rows=64 if narrow or width_of(d) == 64 else 32)
+    return Shape(rows=128, early=False) if narrow else Shape(rows=64)
 
 
 def part_rows(d: int, shape: Shape) -> int:
@@ -95,8 +105,10 @@ def parts_of(d: int) -> int:
 
 
 def shared_bytes(plan: Plan, d: int, d_v: int, shape: Shape) -> int:
-    """Dynamic shared memory: the end of sm90::BackwardShape."""
+    """Dynamic shared memory: the end of sm90::BackwardShape or WideShape."""
     keys, k, v = plan.backward.tile_n, panels(width_of(d)), panels(width_of(d_v))
+    if is_wide(d, d_v):
+        return 128 * (keys + 2 * shape.rows) * (k + v) + 8 * shape.rows * keys + 16 * shape.rows + 176
     tiles = 128 * (keys + 2 * shape.rows) * (k + v) + 4 * shape.rows * keys
     sums = 2 * parts_of(d) * part_rows(d, shape) * 64 * 4
     return tiles + sums + 16 * shape.rows + 8 * 17 + 16
@@ -106,12 +118,13 @@ def backward_instantiation(
     plan: Plan, d: int, d_v: int, softcap: bool, shape: Shape
 ) -> Instantiation:
     """The gradient kernel of a Plan for these head dimensions."""
-    sizes = f"{width_of(d)},{width_of(d_v)},{shape.rows},{flag(shape.early)}"
-    name = (
-        f"cuflash::sm90::backward<cuflash::sm90::BackwardShape<cuflash::{HALVES[plan.format]},"
-        f"{sizes}>,{flag(softcap)},{flag(plan.numerics.out == 'float32')}>"
-    )
-    return Instantiation("sm90/backward.cu", name)
+    sizes = f"cuflash::{HALVES[plan.format]},{width_of(d)},{width_of(d_v)}"
+    flags = f"{flag(softcap)},{flag(plan.numerics.out == 'float32')}"
+    if is_wide(d, d_v):
+        name = f"cuflash::sm90::backward_wide<cuflash::sm90::WideShape<{sizes}>,{flags}>"
+        return Instantiation("sm90/backward_wide.cu", name)
+    tiles = f"cuflash::sm90::BackwardShape<{sizes},{shape.rows},{flag(shape.early)}>"
+    return Instantiation("sm90/backward.cu", f"cuflash::sm90::backward<{tiles},{flags}>")
 
 
 def convert_instantiation(plan: Plan, rows: int) -> Instantiation:
@@ -212,10 +225,10 @@ def backward(
 def instantiations() -> Iterable[Instantiation]:
     """A representative list: head dimensions, softcap and float32 gradients."""
     for fmt in ("bfloat16", "float16"):
-        for d, d_v in ((64, 64), (96, 96), (128, 128), (64, 128), (128, 64)):
+        for d, d_v in INSTANCES:
             for softcap in (False, True):
                 for out in ("input", "float32"):
-                    tiles = BackwardPlan(tile_n=128)
+                    tiles = BackwardPlan(tile_n=64 if is_wide(d, d_v) else 128)
                     numerics = Numerics.of({"out": out})
                     plan = Plan(numerics=numerics, format=fmt, backward=tiles)
                     shape = shape_of(d, d_v, softcap)

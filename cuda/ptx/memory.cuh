@@ -51,6 +51,13 @@ __device__ __forceinline__ void st_cg(float* to, float x) {
   asm volatile("st.global.cg.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
 }
 
+// Each of the four floats is added on its own, rounded to nearest, subnormals flushed.
+__device__ __forceinline__ void red_add_v4(float* to, float x, float y, float z, float w) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(to), "f"(x), "f"(y),
+               "f"(z), "f"(w)
+               : "memory");
+}
+
 __device__ __forceinline__ float ld_shared_f32(u32 from) {
   float x;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(from) : "memory");

@@ -158,7 +158,8 @@ __global__ void __launch_bounds__(kThreads, 1)
                         K::kCount == 2 ? 0 : mine * S::kPartM);
     arrive(base + S::kDSEmpty + 8 * (step % 2));
     ptx::mbarrier_wait(base + S::kShareEmpty + 8 * (step % 2), step / 2 % 2 ^ 1);
-    if (store_share(base + S::kShare + step % 2 * S::kShareBytes + share_at, dq))
+    store_share(base + S::kShare + step % 2 * S::kShareBytes + share_at, dq);
+    if (holds_small(dq))
       ptx::st_shared(base + S::kSmallAt + 4 * (step % 2), kSmall);
     ptx::fence_proxy_async();
     __syncwarp();
@@ -352,8 +353,8 @@ __global__ void __launch_bounds__(kThreads, 1)
                params.dv_strides.row, band.n_k - first_key, params.d_v, dv, 1.0f, thread);
   } else {
     ptx::bar_sync(kBoth, kConsumers);  // both have read K and V
-    stage_rows<Half, K>(base + S::kK, mine * 64, dk, params.scale, thread);
-    stage_rows<Half, V>(base + S::kV, mine * 64, dv, 1.0f, thread);
+    stage_rows<Half, K, S::kD / 8>(base + S::kK, mine * 64, dk, params.scale, thread);
+    stage_rows<Half, V, S::kDv / 8>(base + S::kV, mine * 64, dv, 1.0f, thread);
     ptx::fence_proxy_async();
     ptx::bar_sync(kWarpgroup + mine, 128);
     if (thread == 0 && first_key < band.n_k) {

@@ -144,6 +144,17 @@ __device__ __forceinline__ void issue_rows(Accumulator<kGroups>& acc, const u32 
                                                    whole(b + kk * 16 * kPanelPitch / 16));
 }
 
+// acc += A^T B over 64 rows of both.
+template <bool kBf16, int kGroups>
+__device__ __forceinline__ void issue_both_rows(Accumulator<kGroups>& acc, u32 a, u32 b) {
+#pragma unroll
+  for (int kk = 0; kk < 4; ++kk) {
+    constexpr u32 kStep = 16 * kPanelPitch / 16;
+    ptx::Wgmma<8 * kGroups>::template ss_as<kBf16, 0, true, true>(acc, whole(a + kk * kStep),
+                                                                  whole(b + kk * kStep), true);
+  }
+}
+
 // acc = (A^T B^T): 64 columns of A's kRows rows, and rows of B, whose columns are A's rows.
 template <bool kBf16, class B, int kRows, int kGroups>
 __device__ __forceinline__ void issue_transposed(Accumulator<kGroups>& acc, u32 a, u32 b) {
@@ -250,13 +261,14 @@ __device__ __forceinline__ void store_transposed(u32 to, const u32 (&a)[kSteps][
     ptx::stmatrix_x4_trans(at + kk * 16 * kPanelPitch, a[kk][0], a[kk][1], a[kk][2], a[kk][3]);
 }
 
-// Accumulators of 64 rows (keys) in halves to panels, for a store by TMA.
-template <class Half, class T, int kGroups>
+// The first kUsed groups of the accumulators of 64 rows (keys) in halves to panels, for a store by
+// TMA.
+template <class Half, class T, int kUsed, int kGroups>
 __device__ __forceinline__ void stage_rows(u32 to, int row, const Accumulator<kGroups>& x,
                                            float factor, int thread) {
   const int lane = thread % 32, m = row + thread / 32 * 16 + lane % 16;
 #pragma unroll
-  for (int j = 0; j < kGroups; j += 2) {
+  for (int j = 0; j < kUsed; j += 2) {
     u32 r[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)

@@ -32,17 +32,13 @@ struct Part {
   __device__ __forceinline__ static u32 of(u32 part, int thread) { return part + thread * 16; }
 };
 
-// A warpgroup's share into a part; true if it holds something small (any thread of a warp says so).
+// Whether a warp's share holds something small.
 template <int kGroups>
-__device__ __forceinline__ bool store_share(u32 to, const Accumulator<kGroups>& x) {
+__device__ __forceinline__ bool holds_small(const Accumulator<kGroups>& x) {
   constexpr float kLimit = 3.94430452610505902705864e-31f;  // 2^-101
   float least = fabsf(x[0][0][0]);
 #pragma unroll
-  for (int j = 0; j < kGroups; ++j) {
-    ptx::st_shared_v4(to + j * 2048, x[0][j][0], x[0][j][1], x[1][j][0], x[1][j][1]);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) least = fminf(least, fabsf(x[i / 2][j][i % 2]));
-  }
+  for (int i = 1; i < 4 * kGroups; ++i) least = fminf(least, fabsf((&x[0][0][0])[i]));
   if (!__any_sync(kWholeWarp, least < kLimit)) return false;
   bool small = false;
 #pragma unroll
@@ -51,6 +47,37 @@ __device__ __forceinline__ bool store_share(u32 to, const Accumulator<kGroups>& 
     small |= bits - 1 < __float_as_uint(kLimit) * 2 - 1;
   }
   return __any_sync(kWholeWarp, small);
+}
+
+// A warpgroup's share into a part in shared memory, at this thread's place.
+template <int kGroups>
+__device__ __forceinline__ void store_share(u32 to, const Accumulator<kGroups>& x) {
+#pragma unroll
+  for (int j = 0; j < kGroups; ++j)
+    ptx::st_shared_v4(to + j * 2048, x[0][j][0], x[0][j][1], x[1][j][0], x[1][j][1]);
+}
+
+// A warpgroup's share from registers to a part of the sums, at this thread's place. first: nothing
+// was added before. exactly: with subnormals.
+template <int kGroups>
+__device__ __forceinline__ void add_registers(float* to, const Accumulator<kGroups>& x, bool first,
+                                              bool exactly) {
+#pragma unroll
+  for (int j = 0; j < kGroups; ++j) {
+    const float a = x[0][j][0], b = x[0][j][1], c = x[1][j][0], d = x[1][j][1];
+    float4* const at = reinterpret_cast<float4*>(to + j * 512);
+    if (!first && !exactly) {
+      ptx::red_add_v4(to + j * 512, a, b, c, d);
+      continue;
+    }
+    float4 sum = make_float4(a, b, c, d);
+    if (!first) {
+      const float4 old = ptx::ld_cg(at);
+      sum = make_float4(__fadd_rn(old.x, a), __fadd_rn(old.y, b), __fadd_rn(old.z, c),
+                        __fadd_rn(old.w, d));
+    }
+    ptx::st_cg(at, sum);
+  }
 }
 
 // By a whole warp: a share at `from` to the sums of a block when it is this tile's turn. empty: the
