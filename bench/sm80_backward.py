@@ -30,9 +30,10 @@ from bench.sm80_forward import (
 )
 
 
-def _gradient_of_torch(
+def gradient_of_torch(
     q: Any, k: Any, v: Any, dout: Any, causal: bool, backend: SDPBackend
 ) -> Callable[[], Any]:
+    """The backward of PyTorch's attention, on one of its kernels."""
     inputs = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     out = attention_of_torch(inputs[0], inputs[1], inputs[2], causal, backend)()
     return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
@@ -51,7 +52,7 @@ def measure(d: int, n: int, causal: bool, rounds: int) -> dict[str, Any]:
         ("fa2", SDPBackend.FLASH_ATTENTION),
         ("cudnn", SDPBackend.CUDNN_ATTENTION),
     ):
-        runs[name] = called_torch(_gradient_of_torch(q, k, v, dout, causal, backend))
+        runs[name] = called_torch(gradient_of_torch(q, k, v, dout, causal, backend))
     flop = 10 * batch * heads * n * n * d / (2 if causal else 1)
     return interleaved(runs, flop, rounds)
 

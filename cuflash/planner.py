@@ -83,9 +83,7 @@ def runs_hopper_backward(problem: Problem, plan: Plan) -> bool:
     """Whether cuda/sm90 has a backward for this problem and Plan; else cuda/sm80 runs it."""
     width, numerics = max(problem.d, problem.d_v), plan.numerics
     keys = next((tile for d, tile in BACKWARD_HOPPER.items() if width <= d), None)
-    native = all(
-        getattr(numerics, name) in HOPPER[name] for name in ("p", "exp2", "accumulate")
-    )
+    native = all(getattr(numerics, name) in HOPPER[name] for name in ("p", "exp2", "accumulate"))
     return plan.format != "float32" and native and plan.backward.tile_n == keys
 
 

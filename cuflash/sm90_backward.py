@@ -4,7 +4,6 @@ that tiles of keys add in the Plan's order, and the conversion of those sums (cu
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from cuflash.sm80_backward import (
     pitch_of,
 )
 from cuflash.sm80_forward import BAND, HALVES, STRIDES, THREADS, check_plan, flag
-from cuflash.sm90_forward import SHARED_BYTES, is_masked, panels, width_of
+from cuflash.sm90_forward import is_masked, panels, width_of
 from cuflash.tensor_map import BYTES as MAP_BYTES
 from cuflash.tensor_map import tensor_map
 from emulation.plan import BackwardPlan, Numerics, Plan
@@ -63,8 +62,10 @@ CONVERT_PARAMS = np.dtype(
 GRADIENT_THREADS = 384
 CONVERT_THREADS = 128
 #: Head dimensions that are compiled as a check.
-INSTANCES = ((64, 64), (96, 96), (128, 128), (64, 128), (128, 64), (192, 128), (192, 192))
-INSTANCES += ((256, 256), (64, 256), (256, 64))
+INSTANCES = (
+    *((64, 64), (96, 96), (128, 128), (64, 128), (128, 64)),
+    *((192, 128), (192, 192), (256, 256), (64, 256), (256, 64)),
+)
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,9 @@ def shared_bytes(plan: Plan, d: int, d_v: int, shape: Shape) -> int:
     """Dynamic shared memory: the end of sm90::BackwardShape or WideShape."""
     keys, k, v = plan.backward.tile_n, panels(width_of(d)), panels(width_of(d_v))
     if is_wide(d, d_v):
-        return 128 * (keys + 2 * shape.rows) * (k + v) + 8 * shape.rows * keys + 16 * shape.rows + 176
+        return (
+            128 * (keys + 2 * shape.rows) * (k + v) + 8 * shape.rows * keys + 16 * shape.rows + 176
+        )
     tiles = 128 * (keys + 2 * shape.rows) * (k + v) + 4 * shape.rows * keys
     sums = 2 * parts_of(d) * part_rows(d, shape) * 64 * 4
     return tiles + sums + 16 * shape.rows + 8 * 17 + 16

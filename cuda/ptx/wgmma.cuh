@@ -103,7 +103,8 @@ __device__ __forceinline__ void fence_operands(u32 (&a)[kSteps][4]) {
 #define CUFLASH_OPERANDS_256 CUFLASH_OPERANDS_248, CUFLASH_GROUP(31)
 
 // ss: a and b K-major in shared memory, from zero unless `add`; ss_as: with a stored [k][m] and b
-// stored [k][n] where it says so. rs: a in registers, b stored [k][n]. The groups of columns kFirst, kFirst + 1, ... of d are the product's.
+// stored [k][n] where it says so. rs: a in registers, b stored [k][n]. The groups of columns
+// kFirst, kFirst + 1, ... of d are the product's.
 template <int kN>
 struct Wgmma;
 
@@ -112,12 +113,12 @@ struct Wgmma;
                "k16.f32." FORMAT "." FORMAT " {" CUFLASH_TEXT_##N "}," A "," B ",p,1,1,0,0;}" \
                : CUFLASH_OPERANDS_##N                                                         \
                : "l"(a), "l"(b), "r"(static_cast<u32>(add)))
-#define CUFLASH_SS_AS(N, FORMAT, A, B, ADD, TRANS_A, TRANS_B)                                     \
-  asm volatile("{.reg .pred p; setp.ne.b32 p," ADD ",0; wgmma.mma_async.sync.aligned.m64n" #N     \
-               "k16.f32." FORMAT "." FORMAT " {" CUFLASH_TEXT_##N "}," A "," B ",p,1,1," TRANS_A  \
-               "," TRANS_B ";}"                                                                   \
-               : CUFLASH_OPERANDS_##N                                                             \
-               : "l"(a), "l"(b), "r"(static_cast<u32>(add)), "n"(kTransA ? 1 : 0),                \
+#define CUFLASH_SS_AS(N, FORMAT, A, B, ADD, TRANS_A, TRANS_B)                                    \
+  asm volatile("{.reg .pred p; setp.ne.b32 p," ADD ",0; wgmma.mma_async.sync.aligned.m64n" #N    \
+               "k16.f32." FORMAT "." FORMAT " {" CUFLASH_TEXT_##N "}," A "," B ",p,1,1," TRANS_A \
+                                                                  "," TRANS_B ";}"               \
+               : CUFLASH_OPERANDS_##N                                                            \
+               : "l"(a), "l"(b), "r"(static_cast<u32>(add)), "n"(kTransA ? 1 : 0),               \
                  "n"(kTransB ? 1 : 0))
 #define CUFLASH_RS(N, FORMAT, A0, A1, A2, A3, B)                                                \
   asm volatile("{.reg .pred p; setp.ne.b32 p,1,0; wgmma.mma_async.sync.aligned.m64n" #N         \

@@ -121,7 +121,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     return;
   }
 
-  // -- Consumers: 64 keys each ---------------------------------------------------------------------
+  // -- Consumers: 64 keys each
+  // ---------------------------------------------------------------------
   ptx::setmaxnreg_inc<kConsumerRegs<kMost>>();
   const int mine = warpgroup - 1, thread = threadIdx.x % 128;
   const Place place = Place::of(thread);
@@ -159,8 +160,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     arrive(base + S::kDSEmpty + 8 * (step % 2));
     ptx::mbarrier_wait(base + S::kShareEmpty + 8 * (step % 2), step / 2 % 2 ^ 1);
     store_share(base + S::kShare + step % 2 * S::kShareBytes + share_at, dq);
-    if (holds_small(dq))
-      ptx::st_shared(base + S::kSmallAt + 4 * (step % 2), kSmall);
+    if (holds_small(dq)) ptx::st_shared(base + S::kSmallAt + 4 * (step % 2), kSmall);
     ptx::fence_proxy_async();
     __syncwarp();
     arrive(base + S::kShareFull + 8 * (step % 2));
@@ -226,7 +226,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     const RowsOfKey seen{band, walk.block * kBlockM, piece.first_key + mine * 64};
     if (specials.in_keys) specials.add_to_scores(s, walk, mine * 64, 0);
-    probabilities<kSoftcap>(s, slope, base + S::kLse + (stage * kBlockM + place.column) * 4, params);
+    probabilities<kSoftcap>(s, slope, base + S::kLse + (stage * kBlockM + place.column) * 4,
+                            params);
     if (!plain) clear_unseen(s, place, seen);
     pack<Half>(p_half, s);
     auto issue_dv = [&] {
@@ -280,8 +281,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::fence_operands(dk);
       ptx::fence_operands(ds_half);
       ptx::wgmma_fence();
-      issue_rows<kBf16>(dk, ds_half,
-                        descriptor(base + S::kQ + stage * Q::kBytes, Q::kPanelBytes));
+      issue_rows<kBf16>(dk, ds_half, descriptor(base + S::kQ + stage * Q::kBytes, Q::kPanelBytes));
       ptx::wgmma_commit_group();
     };
     // dQ of the step before: meanwhile the other warpgroup has written its dS, too. In the first
@@ -342,7 +342,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     hand_out(dq, step);
   }
 
-  // -- dK and dV: in halves through the places of K and V ------------------------------------------
+  // -- dK and dV: in halves through the places of K and V
+  // ------------------------------------------
   const i32 first_key = piece.first_key + mine * 64;
   if constexpr (kFloatOut) {
     write_rows(static_cast<float*>(params.dk) +

@@ -1,5 +1,5 @@
-// Last step of the Hopper backward: dQ from its fp32 sums (sm90/sums.cuh), scaled and rounded. A CTA
-// takes one part: 64 columns of a head by kM queries of a block of rows.
+// Last step of the Hopper backward: dQ from its fp32 sums (sm90/sums.cuh), scaled and rounded. A
+// CTA takes one part: 64 columns of a head by kM queries of a block of rows.
 #include "sm90/sums.cuh"
 
 namespace cuflash::sm90 {

@@ -18,7 +18,7 @@ struct WideShape {
   using V = Panels<kBlockN, kDv>;
   using Q = Panels<kBlockM, kD>;
   using DO = Panels<kBlockM, kDv>;
-  using DS = Panels<kBlockM, kBlockN>;  // and P: rows are queries
+  using DS = Panels<kBlockM, kBlockN>;                          // and P: rows are queries
   static constexpr int kParts = K::kCount < 2 ? 2 : K::kCount;  // of the sums of a block
   static constexpr int kPartM = K::kCount == 1 ? kBlockM / 2 : kBlockM;
   static constexpr int kTake = K::kCount == 1 ? 1 : (K::kCount + 1) / 2;  // parts of a warpgroup
@@ -29,9 +29,9 @@ struct WideShape {
                        kBarriers = kDelta + 8 * kBlockM;
   static constexpr u32 kKeysFull = kBarriers, kQFull = kKeysFull + 8, kQEmpty = kQFull + 16,
                        kDOFull = kQEmpty + 16, kDOEmpty = kDOFull + 16, kDSFull = kDOEmpty + 16,
-                       kDSEmpty = kDSFull + 16, kTurnCome = kDSEmpty + 16,
-                       kAdded = kTurnCome + 16, kTold = kAdded + 16, kFoundAt = kTold + 16,
-                       kSmallAt = kFoundAt + 8, kTicket = kSmallAt + 8, kBytes = kTicket + 8;
+                       kDSEmpty = kDSFull + 16, kTurnCome = kDSEmpty + 16, kAdded = kTurnCome + 16,
+                       kTold = kAdded + 16, kFoundAt = kTold + 16, kSmallAt = kFoundAt + 8,
+                       kTicket = kSmallAt + 8, kBytes = kTicket + 8;
 };
 
 template <class S, bool kSoftcap, bool kFloatOut>
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   using DS = typename S::DS;
   constexpr int kBlockM = S::kBlockM, kBlockN = S::kBlockN;
   constexpr int kGroups = kBlockM / 2 / 8;  // a warpgroup's P: 64 keys x 32 queries
-  constexpr bool kBf16 = S::kBf16, kMost = !kSoftcap;
+  constexpr bool kBf16 = S::kBf16, kMost = true;
   extern __shared__ __align__(1024) char shared[];
   const u32 base = ptx::shared_address(shared);
   const int warpgroup = __shfl_sync(kWholeWarp, threadIdx.x / 128, 0), lane = threadIdx.x % 32;
@@ -133,15 +133,16 @@ __global__ void __launch_bounds__(kThreads, 1)
         ptx::mbarrier_wait(base + S::kAdded + 8 * (step % 2), step / 2 % 2);
         const i32 found = ptx::ld_shared(base + S::kFoundAt + 4 * (step % 2));
         const i32 mark = ptx::ld_shared(base + S::kSmallAt + 4 * (step % 2)) == step ? kSmall : 0;
-        ptx::st_release_gpu(
-            params.turns + block_at(Walk::at(piece, params.group, step)), found + 1 | mark);
+        ptx::st_release_gpu(params.turns + block_at(Walk::at(piece, params.group, step)),
+                            found + 1 | mark);
         ptx::mbarrier_arrive(base + S::kTold + 8 * (step % 2));
       }
     }
     return;
   }
 
-  // -- Consumers ------------------------------------------------------------------------------------
+  // -- Consumers
+  // ------------------------------------------------------------------------------------
   ptx::setmaxnreg_inc<kConsumerRegs<kMost>>();
   const int mine = warpgroup - 1, thread = threadIdx.x % 128;
   const Place place = Place::of(thread);
@@ -235,10 +236,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     issue_products(s, dp, step + 1);  // after the last step not used
     ptx::fence_operands(acc);
     ptx::wgmma_fence();
-    issue_both_rows<kBf16>(
-        acc, descriptor(base + (mine == 0 ? p_tile : ds_tile), 16),
-        mine == 0 ? descriptor(base + S::kDO + stage * DO::kBytes, DO::kPanelBytes)
-                  : descriptor(base + S::kQ + stage * Q::kBytes, Q::kPanelBytes));
+    issue_both_rows<kBf16>(acc, descriptor(base + (mine == 0 ? p_tile : ds_tile), 16),
+                           mine == 0
+                               ? descriptor(base + S::kDO + stage * DO::kBytes, DO::kPanelBytes)
+                               : descriptor(base + S::kQ + stage * Q::kBytes, Q::kPanelBytes));
     ptx::wgmma_commit_group();
     // dQ: 64 columns of the head by all queries, or half of them if there are no more columns.
     auto issue_share = [&](Accumulator<S::kPartM / 8>& share, int i) {
@@ -250,7 +251,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       issue_transposed<kBf16, DS, kBlockN>(share, descriptor(k, 16), descriptor(ds, 16));
       ptx::wgmma_commit_group();
     };
-    float* const sums = params.sums + static_cast<i64>(block_at(now)) * (S::kParts * S::kPartM * 64) +
+    float* const sums = params.sums +
+                        static_cast<i64>(block_at(now)) * (S::kParts * S::kPartM * 64) +
                         (mine * S::kTake * S::kPartM * 64 + thread * 4);
     auto add = [&](Accumulator<S::kPartM / 8>& share, int i, bool first, bool exactly) {
       const int part = mine * S::kTake + i;
@@ -262,11 +264,13 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (small) ptx::st_shared(base + S::kSmallAt + 4 * stage, step);
       add_registers(sums + i * (S::kPartM * 64), share, first, exactly || small);
     };
-    issue_share(dq, 0);
-    ptx::wgmma_wait_group<2>();
+    // A softcap leaves no registers for dQ beside S and dP.
+    if constexpr (!kSoftcap) issue_share(dq, 0);
+    ptx::wgmma_wait_group<kSoftcap ? 1 : 2>();
     ptx::fence_operands(s);
     ptx::fence_operands(dp);
     if (more) make(s, dp, step + 1, walk);
+    if constexpr (kSoftcap) issue_share(dq, 0);
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(acc);
     ptx::fence_operands(dq);
@@ -290,7 +294,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     arrive(base + S::kAdded + 8 * stage);
   }
 
-  // -- dV or dK: in halves through the place of V or K ---------------------------------------------
+  // -- dV or dK: in halves through the place of V or K
+  // ---------------------------------------------
   if constexpr (kFloatOut) {
     const i32 rows = band.n_k - piece.first_key;
     if (mine == 0) {

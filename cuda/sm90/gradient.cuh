@@ -16,7 +16,8 @@ namespace cuflash::sm90 {
 
 constexpr u32 kWholeWarp = 0xffffffffu;
 constexpr int kConsumers = 256, kThreads = 384;  // two warpgroups, and one that loads and stores
-// Registers of a thread that loads and stores, and of a consumer's: what the launch gave, shared anew.
+// Registers of a thread that loads and stores, and of a consumer's: what the launch gave, shared
+// anew.
 template <bool kMost>
 constexpr int kLoaderRegs = kMost ? 24 : 40;
 template <bool kMost>
@@ -77,8 +78,7 @@ struct Piece {
     kv_head = flat - batch * kv_heads;
     first_key = tile * kBlockN;
     const RowsOfKey rows{band, 0, first_key};
-    const i32 row_begin = rows(0).low,
-              row_end = rows(min(kBlockN, band.n_k - first_key) - 1).high;
+    const i32 row_begin = rows(0).low, row_end = rows(min(kBlockN, band.n_k - first_key) - 1).high;
     block_begin = row_begin / kBlockM;
     blocks = row_end > row_begin ? (row_end + kBlockM - 1) / kBlockM - block_begin : 0;
     steps = blocks * params.group;

@@ -1,8 +1,8 @@
-// NaN and Inf behind a mask in the Hopper backward: 0 * NaN would carry them into rows and keys that
-// do not see them. Of K they are taken out of shared memory once, of Q and dO in each step whose
-// block a mask cuts, after S and dP have had them; whoever does see them gets them out of global
-// memory. All of this is rare, and as short as it can be. Both warpgroups look at the whole tiles
-// and so decide the same.
+// NaN and Inf behind a mask in the Hopper backward: 0 * NaN would carry them into rows and keys
+// that do not see them. Of K they are taken out of shared memory once, of Q and dO in each step
+// whose block a mask cuts, after S and dP have had them; whoever does see them gets them out of
+// global memory. All of this is rare, and as short as it can be. Both warpgroups look at the whole
+// tiles and so decide the same.
 #pragma once
 
 #include "sm90/gradient.cuh"
@@ -100,8 +100,8 @@ struct Specials {
   // has just written. Columns from `first_column`.
   template <int kGroups>
   __device__ __forceinline__ void add_rows(Accumulator<kGroups>& acc, const char* weights,
-                                           const u16* rows, i64 row_stride, int columns,
-                                           i32 block, int first_key, int first_column) const {
+                                           const u16* rows, i64 row_stride, int columns, i32 block,
+                                           int first_key, int first_column) const {
     const int lane = ptx::thread_index() % 32;
     const i32 first_row = block * S::kBlockM;
     const int key = first_key + ptx::thread_index() % 128 / 32 * 16 + lane / 4;

@@ -13,8 +13,8 @@
 //
 // Small numbers. Additions in global memory flush subnormals, the Plan's do not. They agree while
 // all shares of a block are 0 or at least 2^-101: those are multiples of 2^-124, and so are their
-// sums, none of which then is subnormal. A share with something smaller is added by the warp itself,
-// and so are all later ones of its block, whose count says so.
+// sums, none of which then is subnormal. A share with something smaller is added by the warp
+// itself, and so are all later ones of its block, whose count says so.
 #pragma once
 
 #include "sm90/gradient.cuh"
@@ -81,7 +81,8 @@ __device__ __forceinline__ void add_registers(float* to, const Accumulator<kGrou
 }
 
 // By a whole warp: a share at `from` to the sums of a block when it is this tile's turn. empty: the
-// barrier that says when it may be overwritten. small_at: kSmall if the share holds something small.
+// barrier that says when it may be overwritten. small_at: kSmall if the share holds something
+// small.
 template <u32 kBytes>
 __device__ __forceinline__ void add_share(const BackwardParams& params, i32 block_at, i32 turn,
                                           u32 from, u32 empty, u32 small_at) {
