@@ -2,6 +2,7 @@
 
     python tune_sm90b.py correct [group ...]    a process a group at most 14 at once; 95 s in all
     python tune_sm90b.py time [d ...]           a process a variant, fed by this one; 118 s in all
+    python tune_sm90b.py probe                  whether additions in global memory flush subnormals
     python tune_sm90b.py list                   how many cases and kernels
 """
 
@@ -255,7 +256,9 @@ def variants(d):
     found = {"cudnn": None, "ours": S(0)}
     if d == 64: found |= {"m64early": S(64, True), "m64": S(64, False)}
     if d == 128: found |= {"late": S(64, False)}
-    for hg in (1, 2, 8): found[f"hg{hg}"] = S(0)
+    # Heads whose tickets alternate; and key tiles added in ascending order, so that long causal tiles come first.
+    for hg in {64: (8, 16), 128: (2, 8, 16), 256: (1, 4, 8)}[d]: found[f"hg{hg}"] = S(0)
+    for hg in (8, 12, 24): found[f"asc{hg}"] = S(0)
     return found
 
 
@@ -272,7 +275,8 @@ def timing(d, name):
     from cuflash import sm90_forward as F
     from cuflash.problem import GpuProblem
     shape = variants(d)[name]
-    if name.startswith("hg"): B.interleaved_heads = lambda tiles, limits: int(name[2:])
+    if name[:2] == "hg": B.interleaved_heads = lambda tiles, limits: int(name[2:])
+    if name[:3] == "asc": B.interleaved_heads = lambda tiles, limits: int(name[3:])
     known = {}
     stream = cp.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
     def make(n, causal):
@@ -286,6 +290,7 @@ def timing(d, name):
         g = [cp.from_dlpack(x) for x in (q, k, v)]
         p = GpuProblem.of(*g, causal=causal, scale=None, window=None, softcap=None)
         plan = cuflash.plan(*g, causal=causal)
+        if name[:3] == "asc": plan = dataclasses.replace(plan, backward=dataclasses.replace(plan.backward, dq_order="ascending"))
         out, lse = cp.empty(q.shape, g[0].dtype), cp.empty(q.shape[:3], np.float32)
         rest, grads, do = cp.empty_like(out), [cp.empty_like(x) for x in g], cp.from_dlpack(dout)
         F.forward(p, plan, out, lse, rest)
@@ -307,6 +312,41 @@ def timing(d, name):
             torch.cuda.synchronize()
             print(f"RESULT {flop * reps / a.elapsed_time(z) / 1e9:.1f} {host:.0f}", flush=True)
     os._exit(0)
+
+
+PROBE = r"""
+typedef unsigned u32;
+extern "C" __global__ void probe(float* sums, const float* shares, float* vector, int n) {
+  extern __shared__ __align__(128) float at[];
+  const u32 s = (u32)__cvta_generic_to_shared(at);
+  for (int i = threadIdx.x; i < n; i += 32) at[i] = shares[i];
+  asm volatile("fence.proxy.async;" ::: "memory"); __syncwarp();
+  if (threadIdx.x == 0) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" :: "l"(sums), "r"(s), "r"(n * 4) : "memory");
+    asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;" ::: "memory");
+  }
+  for (int i = threadIdx.x; i < n / 4; i += 32)
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1,%2,%3,%4};" :: "l"(vector + 4 * i), "f"(shares[4 * i]), "f"(shares[4 * i + 1]), "f"(shares[4 * i + 2]), "f"(shares[4 * i + 3]) : "memory");
+}
+"""
+
+
+def probe():
+    """Whether additions in global memory flush subnormals, and round to nearest even."""
+    import cupy as cp
+    f = cp.RawKernel(PROBE, "probe")
+    rng = np.random.default_rng(0)
+    for name, lo, hi in (("normal", -30, 30), ("near the smallest normal", -128, -118), ("subnormal", -149, -126)):
+        n = 4096
+        a, b = (np.ldexp(rng.standard_normal(n), rng.integers(lo, hi, n)).astype(np.float32) for _ in range(2))
+        x, y, v = cp.asarray(a), cp.asarray(b), cp.asarray(a)
+        f((1,), (32,), (x, y, v, np.int32(n)), shared_mem=4 * n)
+        want = a + b
+        z = lambda t: np.where(np.abs(t) < 2.0 ** -126, np.copysign(np.float32(0), t), t)
+        flushed = z(z(a) + z(b))
+        for kind, got in (("bulk", x.get()), ("red.v4", v.get())):
+            print(f"PROBE {name} {kind}: {(got.view(np.uint32) != want.view(np.uint32)).sum()} of {n} differ from IEEE, "
+                  f"{(got.view(np.uint32) != flushed.view(np.uint32)).sum()} from flush-to-zero", flush=True)
 
 
 class Child:
@@ -368,5 +408,6 @@ if __name__ == "__main__":
     elif what == "worker": worker(rest[0])
     elif what == "time": speed([int(x) for x in rest] or [128, 64, 256])
     elif what == "timing": timing(int(rest[0]), rest[1])
+    elif what == "probe": probe()
     elif what == "list":
         G = groups(); print({n: len(G[n]) for n in DEFAULT}, len({k for n in DEFAULT for c in G[n] for k in kernels_of(c)}))

@@ -41,7 +41,8 @@ HOPPER: dict[str, tuple[str, ...]] = {
 BACKWARD: dict[str, dict[int, tuple[int, int]]] = {
     "sm80": {64: (64, 128), 128: (32, 128), 256: (32, 64)}
 }
-#: Keys of a CTA of the Hopper backward by the larger head dimension: the tile_n that its kernels run.
+#: Keys of a CTA of the Hopper backward, by the larger head dimension: what its kernels take for
+#: tile_n.
 BACKWARD_HOPPER = {128: 128, 256: 64}
 #: Where a block has 99 kB of shared memory.
 BACKWARD_SMALL = {64: (64, 64), 128: (32, 64), 256: (32, 32)}
