@@ -32,9 +32,9 @@ def base(d, dv=None, masked=False, cl=1, **kw):
 
 # -- Correctness -------------------------------------------------------------------------
 def case(name, n=300, n_k=None, d=128, dv=None, dtype="bfloat16", heads=2, kv=None, batch=1, kind="normal",
-         numerics=None, schedule=None, special=None, repeat=1, **options):
+         numerics=None, schedule=None, special=None, repeat=1, tile=None, **options):
     return dict(name=name, n=n, n_k=n_k or n, d=d, dv=dv or d, dtype=dtype, heads=heads, kv=kv or heads, batch=batch,
-                kind=kind, numerics=numerics or {}, schedule=schedule, special=special, repeat=repeat,
+                kind=kind, numerics=numerics or {}, schedule=schedule, special=special, repeat=repeat, tile=tile,
                 options=options)
 
 
@@ -59,6 +59,13 @@ def groups():
     L.append(case("d128 one key tile", n=100, d=128, heads=64, batch=16, repeat=50, schedule=base(128, masked=True), causal=True))
     L.append(case("d128 static one key tile", n=250, d=128, heads=64, batch=16, repeat=50, schedule=base(128, masked=False, cl=2), causal=True))
     G["many"] = L
+    L = []  # four warpgroups, 64 keys
+    for nm in ({}, {"row_sum": "unrounded"}, {"reference": "stale"}):
+        for o in ({}, {"causal": True}, {"window": (100, 30)}):
+            s = base(64, masked=bool(o), warpgroups=4, stages=3)
+            L.append(case(f"{nm} {o}", n=700, d=64, heads=3, tile=64, schedule=s, numerics=nm, **o))
+            L.append(case(f"{nm} {o} many", n=1000, d=64, heads=32, batch=8, tile=64, schedule=s, numerics=nm, repeat=20, **o))
+    G["nwg4"] = L
     for d in (128, 64, 256):
         L = []
         for cl in (1, 2):
@@ -101,11 +108,11 @@ def groups():
     return G
 
 
-DEFAULT = ("many", "numerics", "masks64", "masks128", "gqa", "specials", "big", "sched128", "sched64", "sched256", "small")
+DEFAULT = ("many", "nwg4", "numerics", "masks64", "masks128", "gqa", "specials", "big", "sched128", "sched64", "sched256", "small")
 
 
 def plan_of(c):
-    return Plan(numerics=Numerics(**c["numerics"]), format=c["dtype"], tile_n=tile_n(max(c["d"], c["dv"])))
+    return Plan(numerics=Numerics(**c["numerics"]), format=c["dtype"], tile_n=c["tile"] or tile_n(max(c["d"], c["dv"])))
 
 
 def schedule_of_case(c):
@@ -167,7 +174,8 @@ def run_case(c):
     p = GpuProblem.of(*g, **masks)
     plan = cuflash.plan(*g, numerics=c["numerics"], **c["options"])
     mine = plan_of(c)
-    assert (plan.tile_n, plan.numerics) == (mine.tile_n, mine.numerics), plan
+    assert (plan.tile_n, plan.numerics) == (c["tile"] and plan.tile_n or mine.tile_n, mine.numerics), plan
+    plan = dataclasses.replace(plan, tile_n=mine.tile_n)
     full = np.float32 if plan.numerics.out == "float32" else q.dtype
     out = cp.full((*q.shape[:-1], v.shape[-1]), np.nan, full)
     lse = cp.full(q.shape[:-1], np.nan, np.float32)
@@ -219,10 +227,23 @@ def worker(path):
         print(f"DONE {i} " + "; ".join(bad), flush=True)
 
 
+def warm():
+    """The emulator's compiled parts, onto the disk."""
+    import emulation
+    from emulation.samples import sample
+    for dt in ("bfloat16", "float16"):
+        for nm in ({}, {"reference": "stale"}, {"out": "float32"}, {"reference": "power-of-two", "row_sum": "unrounded"}):
+            for o in ({}, {"causal": True}, {"softcap": 3.0}):
+                q, k, v = sample("normal", n=150, d=64, heads=1, dtype=dt)
+                emulation.flash(q, k, v, plan=Plan(format=dt, tile_n=128, numerics=Numerics(**nm)), **o)
+
+
 def correct(names, limit=95.0, workers=14, stuck=25.0):
     G = groups()
     cases = [(i, x) for i, x in enumerate((n, c) for n in (names or DEFAULT) for c in G[n])]
+    warm = subprocess.Popen([sys.executable, __file__, "warm"])
     prebuild([instantiation(c) for _, (_, c) in cases])
+    warm.wait()
     todo = sorted(cases, key=lambda x: -x[1][1]["repeat"] * x[1][1]["n"])  # dealt evenly, long ones first
     shards = [todo[w::workers] for w in range(workers)]
     state, lock = {}, threading.Lock()
@@ -281,9 +302,10 @@ def variants(d, causal):
     dyn = causal
     if d == 64:
         found = {
-            "apart": (RO, base(64, masked=dyn)), "un": (UN, base(64, masked=dyn)), "un nopp": (UN, base(64, masked=dyn, ping_pong=False)),
+            "apart": (RO, base(64, masked=dyn)), "un": (UN, base(64, masked=dyn)), "n4 un nopp": (UN, base(64, masked=dyn, warpgroups=4, stages=3, ping_pong=False), 64),
             "stale": (STALE, base(64, masked=dyn)), "stale un": (STALE_UN, base(64, masked=dyn)),
-            "stale nwg2 cl2": (STALE, base(64, masked=dyn, warpgroups=2, cl=2)),
+            "n4 apart": (RO, base(64, masked=dyn, warpgroups=4, stages=3), 64), "n4 un": (UN, base(64, masked=dyn, warpgroups=4, stages=3), 64),
+            "n4 stale": (STALE, base(64, masked=dyn, warpgroups=4, stages=3), 64),
         }
     elif d == 128:
         found = {
@@ -338,8 +360,9 @@ def timing(d, which, only):
         if fa3 is not None:
             q3, k3, v3 = (z.transpose(1, 2).contiguous() for z in (q, k, v))
             fns["FA3"] = lambda: fa3.flash_attn_func(q3, k3, v3, causal=causal)
-        for name, (nm, s) in variants(d, causal).items():
+        for name, (nm, s, *tile) in variants(d, causal).items():
             plan = cuflash.plan(*g, causal=causal, numerics=nm)
+            if tile: plan = dataclasses.replace(plan, tile_n=tile[0])
             fns[name] = lambda plan=plan, s=s: F.forward(p, plan, out, lse, None, schedule=s)
         reps = max(6, int(0.012 / (flop / 600e12)))
         times = {x: [] for x in fns}
@@ -370,8 +393,8 @@ def speed(ds, limit=118.0):
     jobs = []
     for d in ds:
         for causal in (False, True):
-            for nm, s in variants(d, causal).values():
-                p = Plan(numerics=Numerics(**nm), format="bfloat16", tile_n=tile_n(d))
+            for nm, s, *tile in variants(d, causal).values():
+                p = Plan(numerics=Numerics(**nm), format="bfloat16", tile_n=tile[0] if tile else tile_n(d))
                 jobs.append(tuple(F.forward_instantiation(p, d, d, False, s)))
     prebuild(jobs)
     for d in ds:
@@ -405,6 +428,7 @@ if __name__ == "__main__":
     what, rest = sys.argv[1], sys.argv[2:]
     if what == "correct": correct(rest)
     elif what == "worker": worker(rest[0])
+    elif what == "warm": warm()
     elif what == "time": speed([int(x) for x in rest] or [128, 64, 256])
     elif what == "timing": timing(int(rest[0]), rest[1], set(rest[2].split(",")))
     elif what == "list":
