@@ -168,10 +168,9 @@ def run_case(c):
         gw, ew = x.astype(np.float32), exp.astype(np.float32)
         differ = (x.view(un) != exp.view(un)) & ~(np.isnan(gw) & np.isnan(ew))
         if differ.any():
-            where = np.argwhere(differ)
-            at = tuple(int(i) for i in where[0])
-            rows, cols = sorted(set(where[:, 2].tolist())), sorted(set(where[:, 3].tolist()))
-            err = np.nanmax(np.abs(gw - ew)[differ]) / max(1e-30, float(np.nanmax(np.abs(ew[np.isfinite(ew)]), initial=0)))
+            at = tuple(int(i) for i in np.unravel_index(int(differ.argmax()), differ.shape))
+            rows, cols = (np.flatnonzero(differ.any(axis=a)).tolist() for a in ((0, 1, 3), (0, 1, 2)))
+            with np.errstate(all="ignore"): err = float(np.nanmax(np.abs(gw - ew), initial=0, where=differ)) / max(1e-30, float(np.max(np.abs(ew), initial=0, where=np.isfinite(ew))))
             bad.append(f"{name} {int(differ.sum())}/{differ.size} first {at}: {gw[at]!r} want {ew[at]!r} rel {err:.1e} rows {rows[:5]}..{rows[-1]} ({len(rows)}) "
                        f"cols {cols[:5]}..{cols[-1]} ({len(cols)})")
     if int(wrong): bad.append(f"reruns differ in {int(wrong)} elements")

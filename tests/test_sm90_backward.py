@@ -240,11 +240,12 @@ def test_few_multiprocessors_left(d: int, masks: dict[str, Any], left: int) -> N
     """It ends, with the same bits, while another kernel holds all multiprocessors but a few."""
     cupy = hopper()
     run, want = many(d, planned(d, masks), masks)
-    run()  # compiled, and memory is there
     stop = cupy.zeros(1, np.int32)
     hold = cupy.RawKernel(BLOCKER, "hold")
     hold.max_dynamic_shared_size_bytes = SHARED_BYTES
     holder, ours, last = (cupy.cuda.Stream(non_blocking=True) for _ in range(3))
+    with ours:
+        run()  # kernels are loaded now, and the stream has memory
     cupy.cuda.Device().synchronize()
     grid = multiprocessors(int(stop.device.id)) - left
     try:
