@@ -157,7 +157,10 @@ def judge(figures: Figures) -> Verdict:
 def tabulate(figures: Figures) -> list[dict[str, Any]]:
     exact = figures["rational"]
     rows: list[dict[str, Any]] = [
-        {"arithmetic": "rational", "difference": f"{exact['differing']} of {exact['trials']} tilings"},
+        {
+            "arithmetic": "rational",
+            "difference": f"{exact['differing']} of {exact['trials']} tilings",
+        },
         {
             "arithmetic": "rational, one rescale left out (control)",
             "difference": f"{exact['controls_differing']} of {exact['trials']} tilings",
@@ -187,8 +190,10 @@ CLAIM = Claim(
     says="No product, exponential or sum is skipped; in the reals both are equal, whatever the tiles.",
     rule="Holds if no tiling differs in rational arithmetic while leaving out one rescale does, and "
     "the difference at every precision is within the bound of its roundings.",
-    setting=lambda s: "one row, keys in random order in random tiles; integer scores in log2 units "
-    "(rational), normal scores (mpmath)",
+    setting=lambda s: (
+        "one row, keys in random order in random tiles; integer scores in log2 units "
+        "(rational), normal scores (mpmath)"
+    ),
     tasks=tasks,
     gather=gather,
     judge=judge,

@@ -229,9 +229,7 @@ def draw(figures: Figures) -> list[Plot]:
             and c["tile_n"] == 128
         ]  # fmt: skip
         names = [g for g in cells[0]["groups"] if any(c["groups"].get(g) for c in cells)]
-        series = {
-            g: [[c["n"], c["groups"][g]] for c in cells if c["groups"].get(g)] for g in names
-        }
+        series = {g: [[c["n"], c["groups"][g]] for c in cells if c["groups"].get(g)] for g in names}
         plots.append(
             Plot(f"{state} state: what parts flash from standard", "N", "rms", series, True, True)
         )
@@ -246,9 +244,11 @@ CLAIM = Claim(
     "every case (state, input, N, output); holds if, where it has it in some; else does not hold. "
     "The backward rescales nothing itself: in gradients the forward's rescaling is followed through "
     "LSE and O.",
-    setting=lambda s: "one head, D = 64, tiles of 128 and 16 keys; normal, rising and real inputs; "
-    "state fp32, bf16, fp16; whole problems to N = "
-    f"{s.pick(tiny=WHOLE, quick=512, full=WHOLE)}, then the last rows (dK and dV: their part)",
+    setting=lambda s: (
+        "one head, D = 64, tiles of 128 and 16 keys; normal, rising and real inputs; "
+        "state fp32, bf16, fp16; whole problems to N = "
+        f"{s.pick(tiny=WHOLE, quick=512, full=WHOLE)}, then the last rows (dK and dV: their part)"
+    ),
     tasks=tasks,
     gather=gather,
     judge=judge,

@@ -76,7 +76,9 @@ def tasks(settings: Settings) -> list[Task]:
         tiny=(64, 128), quick=(128, 512, 2048), full=(128, 512, 2048, 8192, 32768)
     )]  # fmt: skip
     rows = settings.pick(tiny=8, quick=32, full=32)
-    counted = settings.pick(tiny=(1, 4, 16), quick=(1, 4, 16, 64, 256), full=(1, 4, 16, 64, 256, 1024))
+    counted = settings.pick(
+        tiny=(1, 4, 16), quick=(1, 4, 16, 64, 256), full=(1, 4, 16, 64, 256, 1024)
+    )
     return [
         *(
             task(5, f"moves {t}", count, tiles=t, tile_n=16,
@@ -110,7 +112,10 @@ def gather(values: Mapping[str, Any]) -> Figures:
             ratios = [float(np.log(r[-1]["whole"] / r[0]["whole"])) for r in group]
             mean, error = mean_and_error(ratios)
             curves[f"{sweep}, {state} state"] = {
-                "points": points, "growth": float(np.exp(mean)), "log_growth": mean, "error": error
+                "points": points,
+                "growth": float(np.exp(mean)),
+                "log_growth": mean,
+                "error": error,
             }
     return {"moves": moves, "curves": curves}
 
@@ -199,8 +204,10 @@ CLAIM = Claim(
     "of them where scores rise). Holds if the whole error before the cast, relative to O, grows "
     "from the first point to the last by more than 3 standard errors and 3 % in every sweep; holds "
     "if, where it grows in some.",
-    setting=lambda s: "normal inputs, bf16, D = 64; N = "
-    f"{s.pick(tiny=64, quick=512, full=4096)} in tiles of many sizes, then N at tiles of 64",
+    setting=lambda s: (
+        "normal inputs, bf16, D = 64; N = "
+        f"{s.pick(tiny=64, quick=512, full=4096)} in tiles of many sizes, then N at tiles of 64"
+    ),
     tasks=tasks,
     gather=gather,
     judge=judge,

@@ -61,7 +61,9 @@ def tasks(settings: Settings) -> list[Task]:
         for kind in captures(settings.data):
             where = {} if kind == BUNDLED else {"data": settings.data}
             found.append(
-                task(7, f"{dtype} {shown(kind)}", measure, kind=kind, n=length, dtype=dtype, **where)
+                task(
+                    7, f"{dtype} {shown(kind)}", measure, kind=kind, n=length, dtype=dtype, **where
+                )
             )
     return found
 
@@ -129,7 +131,9 @@ CLAIM = Claim(
     rule="Does not hold if dQ, dK and dV all agree wholly on some input. Holds if recomputing (score, exponential, "
     "LSE; on the other side the stored P) explains at least half of every difference before the "
     "cast; else it holds if no cause is named.",
-    setting=lambda s: "whole problems, dO normal, fp16 and bf16, fp32 state; normal and real inputs",
+    setting=lambda s: (
+        "whole problems, dO normal, fp16 and bf16, fp32 state; normal and real inputs"
+    ),
     tasks=tasks,
     gather=gather,
     judge=judge,

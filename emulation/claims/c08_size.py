@@ -33,9 +33,7 @@ def measure(
     difference over the largest |O| of its row.
     """
     x = make(kind, dtype=dtype, seed=seed, n=n, data=data)
-    ours, theirs = (
-        f(*x.qkv, **x.masks)[0].astype(np.float64) for f in (flash, standard)
-    )
+    ours, theirs = (f(*x.qkv, **x.masks)[0].astype(np.float64) for f in (flash, standard))
     exact = oracle.attention(*x.qkv, **x.masks, certified_rows=0, tier="float64").out
     size = rms(exact)
 
@@ -63,7 +61,9 @@ def tasks(settings: Settings) -> list[Task]:
             where = {} if kind in KINDS or kind == BUNDLED else {"data": settings.data}
             length = n if kind in KINDS else settings.pick(tiny=48, quick=512, full=None)
             found.append(
-                task(8, f"{dtype} {shown(kind)}", measure, kind=kind, n=length, dtype=dtype, **where)
+                task(
+                    8, f"{dtype} {shown(kind)}", measure, kind=kind, n=length, dtype=dtype, **where
+                )
             )
     return found
 
@@ -121,7 +121,9 @@ def draw(figures: Figures) -> list[Plot]:
             found = [[i + 1, c["flash - standard"][what]] for i, c in enumerate(cells)]
             series[f"{what}, {dtype}"] = [[i, y] for i, y in found if y]
         series["1e-2"] = [[1, LIMIT], [len(cells), LIMIT]]
-    return [Plot("flash minus standard", "input, as in the table", "difference", series, log_y=True)]
+    return [
+        Plot("flash minus standard", "input, as in the table", "difference", series, log_y=True)
+    ]
 
 
 CLAIM = Claim(

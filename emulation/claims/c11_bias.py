@@ -101,9 +101,7 @@ def exception(seed: int, *, which: str, case: str, n: int, rows: int, draws: int
     }  # fmt: skip
 
 
-def on_gpu(
-    seed: int, *, kernels: str, case: str, n: int, rows: int, draws: int
-) -> dict[str, Any]:
+def on_gpu(seed: int, *, kernels: str, case: str, n: int, rows: int, draws: int) -> dict[str, Any]:
     """Truncation in the kernel itself: mean of the whole error over |O|, output in fp32."""
     cp, module = gpu.load(kernels)
     x = make("one-signed", dtype="bfloat16", seed=seed, n=n, rows=rows, heads=draws)
@@ -201,7 +199,11 @@ def judge(figures: Figures) -> Verdict:
 
 def tabulate(figures: Figures) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = [
-        {"what": f"mean of {name} / rms of the error", "mean": b["mean"], "standard error": b["error"]}
+        {
+            "what": f"mean of {name} / rms of the error",
+            "mean": b["mean"],
+            "standard error": b["error"],
+        }
         for name, b in figures["bias"].items()
     ]
     for s in figures["structure"]:
@@ -242,9 +244,11 @@ CLAIM = Claim(
     f"structured if they correlate by {STRUCTURED} or more, or that part of its error scales the "
     "output. Holds if so; holds if, when a known exception (truncation, tied maxima) has a mean "
     "of the sum of P V beyond 3 standard errors.",
-    setting=lambda s: "bf16, D = 64; means over independent draws; window, top-k and pooled keys of "
-    "an eighth; N to "
-    f"{s.pick(tiny=256, quick=8192, full=65536)} with V > 0; tied maxima with V < 0",
+    setting=lambda s: (
+        "bf16, D = 64; means over independent draws; window, top-k and pooled keys of "
+        "an eighth; N to "
+        f"{s.pick(tiny=256, quick=8192, full=65536)} with V > 0; tied maxima with V < 0"
+    ),
     tasks=tasks,
     gather=gather,
     judge=judge,

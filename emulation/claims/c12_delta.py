@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from emulation import Numerics, attribute
+from emulation import Numerics, attribute, oracle
 from emulation.claims import gpu
 from emulation.claims.claim import Claim, Figures, Plot, Verdict, task
 from emulation.claims.inputs import BUNDLED, captures, make, shown
 from emulation.claims.settings import Settings
 from emulation.claims.statistics import rms
 from emulation.claims.tasks import Task
-from emulation import oracle
 
 SOURCE = "rounded O in delta"
 
@@ -39,7 +38,9 @@ def measure(
                 "error": rms(inner.error) / unit,
                 "delta": inner.sources[SOURCE].rms / unit if SOURCE in inner.sources else 0.0,
                 "top": max(inner.sources.values(), key=lambda s: s.rms).name,
-                "sources": {s: c.rms / unit for s, c in inner.sources.items() if c.rms > 0.01 * unit},
+                "sources": {
+                    s: c.rms / unit for s, c in inner.sources.items() if c.rms > 0.01 * unit
+                },
             }
     return found
 
@@ -54,7 +55,9 @@ def on_gpu(
     errors = {}
     for delta in ("rounded", "full"):
         arrays = (cp.asarray(y) for y in x.qkv)
-        _, vjp = module.attention_vjp(*arrays, numerics={"delta": delta, "out": "float32"}, **x.masks)
+        _, vjp = module.attention_vjp(
+            *arrays, numerics={"delta": delta, "out": "float32"}, **x.masks
+        )
         errors[delta] = _error(cp.asnumpy(vjp(cp.asarray(x.dout))[0]), truth)
     return {"kind": shown(kind), "n": x.k.shape[1], "dtype": dtype, "errors": errors}
 
@@ -147,7 +150,9 @@ def draw(figures: Figures) -> list[Plot]:
             [i + 1, c["dq full"]["error"]] for i, c in enumerate(cells)
         ],
     }
-    return [Plot("dQ, bf16, before the cast", "input (1: normal)", "rms / rms of rounding dQ", series)]
+    return [
+        Plot("dQ, bf16, before the cast", "input (1: normal)", "rms / rms of rounding dQ", series)
+    ]
 
 
 CLAIM = Claim(

@@ -103,6 +103,8 @@ class Claim:
         )
 
 
-def task(claim: int, name: str, function: Callable[..., Any], gpu: bool = False, **arguments: Any) -> Task:
+def task(
+    claim: int, name: str, function: Callable[..., Any], gpu: bool = False, **arguments: Any
+) -> Task:
     """A Task of a module-level function."""
     return Task(claim, name, f"{function.__module__}:{function.__qualname__}", arguments, gpu)

@@ -61,9 +61,7 @@ def make(
     return Inputs(q, k, v, dout, masks)
 
 
-def _capture(
-    kind: str, dtype: str, data: str | None
-) -> tuple[Array, Array, Array, dict[str, Any]]:
+def _capture(kind: str, dtype: str, data: str | None) -> tuple[Array, Array, Array, dict[str, Any]]:
     if kind == BUNDLED:
         return samples.capture(dtype)
     if data is None:
