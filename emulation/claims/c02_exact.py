@@ -115,7 +115,7 @@ def _bound(n: int) -> float:
     return math.log2(2 * (16 + 2 * n + 9 * 18 + 1))
 
 
-def tasks(settings: Settings) -> list[Task]:
+def _tasks(settings: Settings) -> list[Task]:
     n, trials = settings.pick(tiny=24, quick=96, full=256), settings.pick(tiny=4, quick=24, full=96)
     bits = settings.pick(tiny=(24, 53), quick=(24, 53, 113, 200), full=(11, 24, 53, 113, 200, 400))
     return [
@@ -127,14 +127,14 @@ def tasks(settings: Settings) -> list[Task]:
     ]
 
 
-def gather(values: Mapping[str, Any]) -> Figures:
+def _gather(values: Mapping[str, Any]) -> Figures:
     return {
         "rational": values["rational"],
         "precision": [values[name] for name in values if name.endswith(" bits")],
     }
 
 
-def judge(figures: Figures) -> Verdict:
+def _judge(figures: Figures) -> Verdict:
     exact, precision = figures["rational"], figures["precision"]
     equal = exact["differing"] == 0 < exact["controls_differing"]
     falls = all(p["log2_difference"] <= p["bound_log2"] for p in precision)
@@ -154,7 +154,7 @@ def judge(figures: Figures) -> Verdict:
     return Verdict("does not hold", "The difference does not fall with the precision.")
 
 
-def tabulate(figures: Figures) -> list[dict[str, Any]]:
+def _tabulate(figures: Figures) -> list[dict[str, Any]]:
     exact = figures["rational"]
     rows: list[dict[str, Any]] = [
         {
@@ -173,7 +173,7 @@ def tabulate(figures: Figures) -> list[dict[str, Any]]:
     return rows
 
 
-def draw(figures: Figures) -> list[Plot]:
+def _draw(figures: Figures) -> list[Plot]:
     points = [[p["bits"], p["log2_difference"]] for p in figures["precision"]]
     bound = [[p["bits"], p["bound_log2"]] for p in figures["precision"]]
     return [
@@ -194,10 +194,10 @@ CLAIM = Claim(
         "one row, keys in random order in random tiles; integer scores in log2 units "
         "(rational), normal scores (mpmath)"
     ),
-    tasks=tasks,
-    gather=gather,
-    judge=judge,
-    tabulate=tabulate,
-    draw=draw,
+    tasks=_tasks,
+    gather=_gather,
+    judge=_judge,
+    tabulate=_tabulate,
+    draw=_draw,
 )
 run = CLAIM.run

@@ -88,7 +88,7 @@ def trace(seed: int, *, dtype: str, reference: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def tasks(settings: Settings) -> list[Task]:
+def _tasks(settings: Settings) -> list[Task]:
     return [
         task(3, f"{dtype} {reference}", trace, dtype=dtype, reference=reference)
         for dtype in ("float16", "bfloat16")
@@ -96,11 +96,11 @@ def tasks(settings: Settings) -> list[Task]:
     ]
 
 
-def gather(values: Mapping[str, Any]) -> Figures:
+def _gather(values: Mapping[str, Any]) -> Figures:
     return {"traces": list(values.values()), "expected": math.exp(-1.0)}
 
 
-def judge(figures: Figures) -> Verdict:
+def _judge(figures: Figures) -> Verdict:
     expected = figures["expected"]
     followed = [t for t in figures["traces"] if t["reference"] == "row-max"]
     errors = [abs(t["alpha"][1] / expected - 1) for t in followed]
@@ -115,7 +115,7 @@ def judge(figures: Figures) -> Verdict:
     return Verdict("does not hold", f"alpha = {followed[0]['alpha'][1]:.9f}, not {expected:.9f}.")
 
 
-def tabulate(figures: Figures) -> list[dict[str, Any]]:
+def _tabulate(figures: Figures) -> list[dict[str, Any]]:
     return [
         {
             "format": t["dtype"], "reference": t["reference"], "tile": i + 1, "m": t["m"][i],
@@ -126,7 +126,7 @@ def tabulate(figures: Figures) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def draw(figures: Figures) -> list[Plot]:
+def _draw(figures: Figures) -> list[Plot]:
     first = figures["traces"][0]
     tiles = range(1, len(first["m"]) + 1)
     series = {
@@ -143,10 +143,10 @@ CLAIM = Claim(
     rule="Holds if alpha at the tile that moves the max is within 5 ulp of exp(-1) (2 of the "
     "exponential unit, 3 of its argument) in every format.",
     setting=lambda s: "one row of 64 keys in four tiles of 16, largest scores 1, 2, 0.5, 2",
-    tasks=tasks,
-    gather=gather,
-    judge=judge,
-    tabulate=tabulate,
-    draw=draw,
+    tasks=_tasks,
+    gather=_gather,
+    judge=_judge,
+    tabulate=_tabulate,
+    draw=_draw,
 )
 run = CLAIM.run

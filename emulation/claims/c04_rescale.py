@@ -94,7 +94,7 @@ def on_gpu(seed: int, *, kernels: str, n: int, rows: int, dtype: str) -> dict[st
     }  # fmt: skip
 
 
-def tasks(settings: Settings) -> list[Task]:
+def _tasks(settings: Settings) -> list[Task]:
     sizes = settings.pick(
         tiny=(64, 128),
         quick=(256, 512, 4096),
@@ -137,7 +137,7 @@ def _task(
     )  # fmt: skip
 
 
-def gather(values: Mapping[str, Any]) -> Figures:
+def _gather(values: Mapping[str, Any]) -> Figures:
     runs = [value for name, value in values.items() if not name.startswith("kernel ")]
     kernels = [value for name, value in values.items() if name.startswith("kernel ")]
     cells = []
@@ -163,7 +163,7 @@ def gather(values: Mapping[str, Any]) -> Figures:
     return {"cells": cells, "power_of_two_rescale": power, "kernels": kernels}
 
 
-def judge(figures: Figures) -> Verdict:
+def _judge(figures: Figures) -> Verdict:
     cells = figures["cells"]
     first = [c for c in cells if c["rescale_rms"] >= c["top_rms"] and c["rescale_rms"] > 0]
     if len(first) == len(cells):
@@ -200,7 +200,7 @@ def _commonest(names: list[str]) -> str:
     return max(sorted(set(names)), key=names.count)
 
 
-def tabulate(figures: Figures) -> list[dict[str, Any]]:
+def _tabulate(figures: Figures) -> list[dict[str, Any]]:
     rows = [
         {
             "state": c["state"], "input": c["kind"], "N": c["n"], "tile": c["tile_n"],
@@ -220,7 +220,7 @@ def tabulate(figures: Figures) -> list[dict[str, Any]]:
     return rows
 
 
-def draw(figures: Figures) -> list[Plot]:
+def _draw(figures: Figures) -> list[Plot]:
     plots = []
     for state in STATES:
         cells = [
@@ -249,10 +249,10 @@ CLAIM = Claim(
         "state fp32, bf16, fp16; whole problems to N = "
         f"{s.pick(tiny=WHOLE, quick=512, full=WHOLE)}, then the last rows (dK and dV: their part)"
     ),
-    tasks=tasks,
-    gather=gather,
-    judge=judge,
-    tabulate=tabulate,
-    draw=draw,
+    tasks=_tasks,
+    gather=_gather,
+    judge=_judge,
+    tabulate=_tabulate,
+    draw=_draw,
 )
 run = CLAIM.run

@@ -66,7 +66,7 @@ def measure(
     return found
 
 
-def tasks(settings: Settings) -> list[Task]:
+def _tasks(settings: Settings) -> list[Task]:
     seeds = settings.pick(tiny=2, quick=3, full=8)
     n = settings.pick(tiny=64, quick=512, full=4096)
     by_tile = [[n, t] for t in settings.pick(
@@ -95,7 +95,7 @@ def tasks(settings: Settings) -> list[Task]:
     ]  # fmt: skip
 
 
-def gather(values: Mapping[str, Any]) -> Figures:
+def _gather(values: Mapping[str, Any]) -> Figures:
     moves = [value for name, value in values.items() if name.startswith("moves ")]
     runs = [value for name, value in values.items() if not name.startswith("moves ")]
     curves: dict[str, Any] = {}
@@ -120,7 +120,7 @@ def gather(values: Mapping[str, Any]) -> Figures:
     return {"moves": moves, "curves": curves}
 
 
-def judge(figures: Figures) -> Verdict:
+def _judge(figures: Figures) -> Verdict:
     counted = all(
         abs(m["random"] - m["expected"]) <= SIGMAS * m["error"] + 1e-9 and m["rising"] == m["tiles"]
         for m in figures["moves"]
@@ -153,7 +153,7 @@ def judge(figures: Figures) -> Verdict:
     return Verdict("does not hold", f"{moved} But the error does not grow: {said}.")
 
 
-def tabulate(figures: Figures) -> list[dict[str, Any]]:
+def _tabulate(figures: Figures) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = [
         {
             "sweep": "moves of the max", "tiles": m["tiles"], "random order": m["random"],
@@ -172,7 +172,7 @@ def tabulate(figures: Figures) -> list[dict[str, Any]]:
     return rows
 
 
-def draw(figures: Figures) -> list[Plot]:
+def _draw(figures: Figures) -> list[Plot]:
     moves = figures["moves"]
     plots = [
         Plot(
@@ -208,10 +208,10 @@ CLAIM = Claim(
         "normal inputs, bf16, D = 64; N = "
         f"{s.pick(tiny=64, quick=512, full=4096)} in tiles of many sizes, then N at tiles of 64"
     ),
-    tasks=tasks,
-    gather=gather,
-    judge=judge,
-    tabulate=tabulate,
-    draw=draw,
+    tasks=_tasks,
+    gather=_gather,
+    judge=_judge,
+    tabulate=_tabulate,
+    draw=_draw,
 )
 run = CLAIM.run

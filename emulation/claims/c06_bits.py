@@ -74,7 +74,7 @@ def on_gpu(seed: int, *, kernels: str, n: int, dtype: str, rows: int) -> dict[st
     return {"n": n, "dtype": dtype, "equal": equal(out, emulated)}
 
 
-def tasks(settings: Settings) -> list[Task]:
+def _tasks(settings: Settings) -> list[Task]:
     sizes = settings.pick(
         tiny=(1, 2, 32), quick=(1, 2, 4, 16, 64, 256, 1024),
         full=(1, 2, 4, 16, 64, 256, 1024, 4096, 16384),
@@ -95,14 +95,14 @@ def tasks(settings: Settings) -> list[Task]:
     return found
 
 
-def gather(values: Mapping[str, Any]) -> Figures:
+def _gather(values: Mapping[str, Any]) -> Figures:
     return {
         "cells": [v for name, v in values.items() if not name.startswith("kernel ")],
         "kernels": [v for name, v in values.items() if name.startswith("kernel ")],
     }
 
 
-def judge(figures: Figures) -> Verdict:
+def _judge(figures: Figures) -> Verdict:
     cells = figures["cells"]
     same = min(c["pairs"][SAME]["before"] for c in cells)
     kernels = min((k["equal"] for k in figures["kernels"]), default=1.0)
@@ -134,7 +134,7 @@ def judge(figures: Figures) -> Verdict:
     return Verdict("does not hold", f"Whole outputs agree at N = {max(sizes)}. {said}")
 
 
-def tabulate(figures: Figures) -> list[dict[str, Any]]:
+def _tabulate(figures: Figures) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = [
         {
             "input": c["kind"], "format": c["dtype"], "N": c["n"], "pair": pair,
@@ -150,7 +150,7 @@ def tabulate(figures: Figures) -> list[dict[str, Any]]:
     return rows
 
 
-def draw(figures: Figures) -> list[Plot]:
+def _draw(figures: Figures) -> list[Plot]:
     cells = [c for c in figures["cells"] if c["kind"] == "normal" and c["dtype"] == "bfloat16"]
     series = {
         pair: [[c["n"], c["pairs"][pair]["out"]] for c in cells]
@@ -167,10 +167,10 @@ CLAIM = Claim(
     rule="The same order again, and kernel and emulator, must agree wholly. Holds if flash/standard "
     "and standard/standard agree wholly on no input; holds if, when they do only below some N.",
     setting=lambda s: "64 rows, all keys, D = 64; fp16 and bf16; normal and real inputs",
-    tasks=tasks,
-    gather=gather,
-    judge=judge,
-    tabulate=tabulate,
-    draw=draw,
+    tasks=_tasks,
+    gather=_gather,
+    judge=_judge,
+    tabulate=_tabulate,
+    draw=_draw,
 )
 run = CLAIM.run

@@ -51,7 +51,7 @@ def measure(
     return {"kind": shown(kind), "n": x.k.shape[1], "dtype": dtype, "outputs": outputs}
 
 
-def tasks(settings: Settings) -> list[Task]:
+def _tasks(settings: Settings) -> list[Task]:
     sizes = settings.pick(tiny=(64,), quick=(256, 1024), full=(256, 1024, 2048))
     length = settings.pick(tiny=64, quick=512, full=1024)
     found = []
@@ -68,11 +68,11 @@ def tasks(settings: Settings) -> list[Task]:
     return found
 
 
-def gather(values: Mapping[str, Any]) -> Figures:
+def _gather(values: Mapping[str, Any]) -> Figures:
     return {"cells": list(values.values())}
 
 
-def judge(figures: Figures) -> Verdict:
+def _judge(figures: Figures) -> Verdict:
     parts = [o for c in figures["cells"] for o in c["outputs"].values()]
     shares = [o["recomputed_share"] for o in parts]
     low, high = min(o["equal"] for o in parts), max(o["equal"] for o in parts)
@@ -99,7 +99,7 @@ def _tops(parts: list[dict[str, Any]]) -> str:
     return " and ".join(ranked[:2])
 
 
-def tabulate(figures: Figures) -> list[dict[str, Any]]:
+def _tabulate(figures: Figures) -> list[dict[str, Any]]:
     return [
         {
             "input": c["kind"], "format": c["dtype"], "N": c["n"], "gradient": name,
@@ -110,7 +110,7 @@ def tabulate(figures: Figures) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def draw(figures: Figures) -> list[Plot]:
+def _draw(figures: Figures) -> list[Plot]:
     plots = []
     for name in OUTPUTS:
         series: dict[str, list[list[float]]] = {}
@@ -134,10 +134,10 @@ CLAIM = Claim(
     setting=lambda s: (
         "whole problems, dO normal, fp16 and bf16, fp32 state; normal and real inputs"
     ),
-    tasks=tasks,
-    gather=gather,
-    judge=judge,
-    tabulate=tabulate,
-    draw=draw,
+    tasks=_tasks,
+    gather=_gather,
+    judge=_judge,
+    tabulate=_tabulate,
+    draw=_draw,
 )
 run = CLAIM.run

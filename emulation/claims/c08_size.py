@@ -52,7 +52,7 @@ def measure(
     }  # fmt: skip
 
 
-def tasks(settings: Settings) -> list[Task]:
+def _tasks(settings: Settings) -> list[Task]:
     n = settings.pick(tiny=48, quick=512, full=2048)
     heads = settings.pick(tiny=1, quick=1, full=3)
     found = []
@@ -68,12 +68,12 @@ def tasks(settings: Settings) -> list[Task]:
     return found
 
 
-def gather(values: Mapping[str, Any]) -> Figures:
+def _gather(values: Mapping[str, Any]) -> Figures:
     eps = {dtype: 2.0 ** (1 - format_of(dtype).precision) for dtype in EPS}
     return {"eps": eps, "cells": list(values.values())}
 
 
-def judge(figures: Figures) -> Verdict:
+def _judge(figures: Figures) -> Verdict:
     if figures["eps"] != EPS:
         return Verdict("does not hold", f"eps is {figures['eps']}.")
     cells = figures["cells"]
@@ -101,7 +101,7 @@ def judge(figures: Figures) -> Verdict:
     return Verdict("does not hold", f"{len(relative)} of {len(cells)} inputs break 1e-2; {said}.")
 
 
-def tabulate(figures: Figures) -> list[dict[str, Any]]:
+def _tabulate(figures: Figures) -> list[dict[str, Any]]:
     return [
         {
             "input": c["kind"], "format": c["dtype"], "N": c["n"], "pair": pair,
@@ -113,7 +113,7 @@ def tabulate(figures: Figures) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def draw(figures: Figures) -> list[Plot]:
+def _draw(figures: Figures) -> list[Plot]:
     series: dict[str, list[list[float]]] = {}
     for dtype in EPS:
         cells = [c for c in figures["cells"] if c["dtype"] == dtype]
@@ -134,10 +134,10 @@ CLAIM = Claim(
     "its largest value and in rms over rms(O); holds if, when only single values break it, or when "
     "fewer than half of the inputs do in rms.",
     setting=lambda s: "nine kinds of samples and real captures, default arithmetic, fp32 state",
-    tasks=tasks,
-    gather=gather,
-    judge=judge,
-    tabulate=tabulate,
-    draw=draw,
+    tasks=_tasks,
+    gather=_gather,
+    judge=_judge,
+    tabulate=_tabulate,
+    draw=_draw,
 )
 run = CLAIM.run

@@ -66,7 +66,7 @@ def _error(gradient: Any, truth: Any) -> float:
     return rms(gradient.astype(float) - truth) / rms(truth)
 
 
-def tasks(settings: Settings) -> list[Task]:
+def _tasks(settings: Settings) -> list[Task]:
     length = settings.pick(tiny=128, quick=512, full=1024)
     heads = settings.pick(tiny=1, quick=1, full=3)
     kinds = ["normal", *captures(settings.data, heads)]
@@ -83,14 +83,14 @@ def tasks(settings: Settings) -> list[Task]:
     return found
 
 
-def gather(values: Mapping[str, Any]) -> Figures:
+def _gather(values: Mapping[str, Any]) -> Figures:
     return {
         "cells": [v for name, v in values.items() if not name.startswith("kernel ")],
         "kernels": [v for name, v in values.items() if name.startswith("kernel ")],
     }
 
 
-def judge(figures: Figures) -> Verdict:
+def _judge(figures: Figures) -> Verdict:
     cells = figures["cells"]
     real = [c for c in cells if c["kind"] != "normal"]
     random = [c for c in cells if c["kind"] == "normal"]
@@ -118,7 +118,7 @@ def judge(figures: Figures) -> Verdict:
     return Verdict("holds if", f"the head is none of these: {others}. {said}.")
 
 
-def tabulate(figures: Figures) -> list[dict[str, Any]]:
+def _tabulate(figures: Figures) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = [
         {
             "input": c["kind"], "format": c["dtype"], "N": c["n"], "gradient": name,
@@ -139,7 +139,7 @@ def tabulate(figures: Figures) -> list[dict[str, Any]]:
     return rows
 
 
-def draw(figures: Figures) -> list[Plot]:
+def _draw(figures: Figures) -> list[Plot]:
     cells = [c for c in figures["cells"] if c["dtype"] == "bfloat16"]
     series = {
         "delta": [[i + 1, c["dq rounded"]["delta"]] for i, c in enumerate(cells)],
@@ -164,10 +164,10 @@ CLAIM = Claim(
     "on random ones, and keeping what O lost makes both it and the whole error smaller; holds if, "
     "when it is the largest on some real inputs.",
     setting=lambda s: "whole problems, dO normal, bf16 and fp16, fp32 state",
-    tasks=tasks,
-    gather=gather,
-    judge=judge,
-    tabulate=tabulate,
-    draw=draw,
+    tasks=_tasks,
+    gather=_gather,
+    judge=_judge,
+    tabulate=_tabulate,
+    draw=_draw,
 )
 run = CLAIM.run
