@@ -83,7 +83,9 @@ def run(args: argparse.Namespace, command: str) -> str:
     stem = args.output.removesuffix(".html")
     if not stem:
         raise InputError("--output: empty: must name a file")
-    files = {kind: OutputFile.check("--output", f"{stem}.{kind}") for kind in ("html", "md", "json")}
+    files = {
+        kind: OutputFile.check("--output", f"{stem}.{kind}") for kind in ("html", "md", "json")
+    }
     try:
         from emulation.claims import plots  # noqa: F401
     except ImportError as error:
@@ -175,4 +177,3 @@ class _Bars:
             line = f"cuflash: claim {task.claim}: {self.seconds[task.claim]:.1f} s of work, "
             line += f"done after {time.monotonic() - self.start:.1f} s"
             print(line, file=sys.stderr, flush=True)
-

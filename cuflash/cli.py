@@ -409,7 +409,9 @@ COMMANDS: dict[str, Command] = {
         "where the rounding error of attention comes from", _add_report, _said_report
     ),
     "claims": Command(
-        "an article's claims about flash and standard attention, measured", _add_claims, _said_claims
+        "an article's claims about flash and standard attention, measured",
+        _add_claims,
+        _said_claims,
     ),
     "doctor": Command("what is installed, and what mends the rest", lambda _: None, _run_doctor),
 }

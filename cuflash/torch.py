@@ -1,4 +1,4 @@
-"""PyTorch's entrance: scaled_dot_product_attention on tensors, by cuflash's kernels or its emulator.
+"""PyTorch's entrance: scaled_dot_product_attention on tensors, by the kernels or the emulator.
 
 An autograd function over DLPack: nothing is copied on the way in or out. Imports PyTorch, so it is
 not imported by `cuflash`.

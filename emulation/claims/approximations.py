@@ -18,7 +18,7 @@ def _scores(q: F64, k: F64, causal: bool) -> F64:
     if causal:
         n_q, n_k = s.shape
         s = np.where(np.arange(n_k) <= np.arange(n_q)[:, None] + (n_k - n_q), s, -np.inf)
-    return s
+    return np.asarray(s, np.float64)
 
 
 def _softmax(s: F64) -> F64:

@@ -182,7 +182,8 @@ CLAIM = Claim(
     title="Memory",
     says="The score matrix takes 32 MB in fp16 at N = 4096 and 32 GB at N = 128k; flash never "
     "stores it.",
-    rule="Holds if 2 N^2 bytes are what is said (and what a stored score matrix takes), the peak of "
+    rule="Holds if 2 N^2 bytes are what is said (and what a stored score matrix takes), the "
+    "peak of "
     "standard attention grows with a power of N nearest 2, and that of flash with one nearest 1 or "
     "less.",
     setting=lambda s: "one head, D = 64, fp16; memory beyond the inputs",

@@ -6,6 +6,7 @@ in log2 units make every exponential a power of two, and mpmath at rising precis
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
@@ -37,7 +38,7 @@ def flash_row(
     scores: Row, v: Sequence[Row], exp2: Exp2, zero: Any, tiles: Sequence[Sequence[int]],
     forget: int | None = None,
 ) -> list[Any]:  # fmt: skip
-    """The same with a running max over tiles of keys. forget: the tile whose rescale is left out."""
+    """The same with a running max over tiles of keys. forget: the tile that is not rescaled for."""
     top, total, out = None, zero, [zero] * len(v[0])
     for t, tile in enumerate(tiles):
         new = max(scores[j] for j in tile) if top is None else max(top, *(scores[j] for j in tile))
@@ -56,7 +57,7 @@ def _tiling(rng: np.random.Generator, n: int) -> list[list[int]]:
     """The keys in random order, cut into tiles of random sizes."""
     order = [int(j) for j in rng.permutation(n)]
     cuts = sorted({0, n, *(int(c) for c in rng.integers(1, n, size=int(rng.integers(1, 8))))})
-    return [order[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [order[a:b] for a, b in itertools.pairwise(cuts)]
 
 
 def rational(seed: int, *, n: int, width: int, trials: int) -> dict[str, int]:
@@ -142,8 +143,10 @@ def _judge(figures: Figures) -> Verdict:
     if equal and falls:
         return Verdict(
             "holds",
-            f"In rational arithmetic {exact['trials']} of {exact['trials']} random tilings give the "
-            f"same fractions; at {last['bits']} bits the two differ by 2^{last['log2_difference']:.0f}.",
+            f"In rational arithmetic {exact['trials']} of {exact['trials']} random tilings give "
+            "the "
+            f"same fractions; at {last['bits']} bits the two differ by "
+            f"2^{last['log2_difference']:.0f}.",
         )
     if not equal:
         return Verdict(
@@ -187,8 +190,10 @@ def _draw(figures: Figures) -> list[Plot]:
 CLAIM = Claim(
     number=2,
     title="Exact in real arithmetic",
-    says="No product, exponential or sum is skipped; in the reals both are equal, whatever the tiles.",
-    rule="Holds if no tiling differs in rational arithmetic while leaving out one rescale does, and "
+    says="No product, exponential or sum is skipped; in the reals both are equal, whatever the "
+    "tiles.",
+    rule="Holds if no tiling differs in rational arithmetic while leaving out one rescale does, "
+    "and "
     "the difference at every precision is within the bound of its roundings.",
     setting=lambda s: (
         "one row, keys in random order in random tiles; integer scores in log2 units "

@@ -139,7 +139,8 @@ def _draw(figures: Figures) -> list[Plot]:
 CLAIM = Claim(
     number=3,
     title="The rescale factor",
-    says="When the running max goes from 1.0 to 2.0 the old output is multiplied by exp(-1) = 0.368.",
+    says="When the running max goes from 1.0 to 2.0 the old output is multiplied by exp(-1) = "
+    "0.368.",
     rule="Holds if alpha at the tile that moves the max is within 5 ulp of exp(-1) (2 of the "
     "exponential unit, 3 of its argument) in every format.",
     setting=lambda s: "one row of 64 keys in four tiles of 16, largest scores 1, 2, 0.5, 2",

@@ -86,7 +86,8 @@ def _tasks(settings: Settings) -> list[Task]:
             for t in counted
         ),
         *(
-            task(5, f"{sweep} {state} {i}", measure, sweep=sweep, state=state, points=points,
+            task(5, f"{sweep} {state} {i}", measure, cost=float(sum(m for m, _ in points) * rows),
+                 sweep=sweep, state=state, points=points,
                  rows=rows)
             for sweep, points in (("tiles", by_tile), ("N", by_n))
             for state in ("float32", "bfloat16")
@@ -105,7 +106,8 @@ def _gather(values: Mapping[str, Any]) -> Figures:
             points = [
                 {
                     "n": p[0]["n"], "tile_n": p[0]["tile_n"], "tiles": p[0]["tiles"],
-                    "rescale": rms([x["rescale"] for x in p]), "whole": rms([x["whole"] for x in p]),
+                    "rescale": rms([x["rescale"] for x in p]),
+                    "whole": rms([x["whole"] for x in p]),
                 }
                 for p in zip(*group, strict=True)
             ]  # fmt: skip
@@ -129,7 +131,8 @@ def _judge(figures: Figures) -> Verdict:
     if not counted:
         return Verdict(
             "does not hold",
-            f"Over {last['tiles']} tiles the max moves {last['random']:.2f} times, not as expected.",
+            f"Over {last['tiles']} tiles the max moves {last['random']:.2f} times, not as "
+            "expected.",
         )
     grows = {
         name: c["log_growth"] > SIGMAS * c["error"] and c["growth"] > GROWTH

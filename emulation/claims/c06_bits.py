@@ -164,7 +164,8 @@ CLAIM = Claim(
     title="Never the same bits",
     says="Addition is not associative, so the two never agree bit for bit; two standard "
     "implementations do not either.",
-    rule="The same order again, and kernel and emulator, must agree wholly. Holds if flash/standard "
+    rule="The same order again, and kernel and emulator, must agree wholly. Holds if "
+    "flash/standard "
     "and standard/standard agree wholly on no input; holds if, when they do only below some N.",
     setting=lambda s: "64 rows, all keys, D = 64; fp16 and bf16; normal and real inputs",
     tasks=_tasks,

@@ -58,7 +58,9 @@ def _tasks(settings: Settings) -> list[Task]:
     found = []
     for dtype in EPS:
         for kind in (*KINDS, *captures(settings.data, heads)):
-            where = {} if kind in KINDS or kind == BUNDLED else {"data": settings.data}
+            where: dict[str, Any] = (
+                {} if kind in KINDS or kind == BUNDLED else {"data": settings.data}
+            )
             length = n if kind in KINDS else settings.pick(tiny=48, quick=512, full=None)
             found.append(
                 task(

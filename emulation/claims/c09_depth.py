@@ -45,7 +45,14 @@ def deviations(streams: dict[str, list[Any]]) -> dict[str, list[float]]:
 
 
 def measure(
-    seed: int, *, layers: int, n: int, width: int, heads: int, norm: bool, kernels: str | None = None
+    seed: int,
+    *,
+    layers: int,
+    n: int,
+    width: int,
+    heads: int,
+    norm: bool,
+    kernels: str | None = None,
 ) -> dict[str, Any]:
     """Deviations of one random network; with kernels, on the GPU."""
     methods: dict[str, Attend] = {"exact": exact, "window of N/8": windowed}
@@ -114,7 +121,8 @@ def _judge(figures: Figures) -> Verdict:
 
     def told(normed: bool) -> str:
         return ", ".join(
-            f"{d[0]:.1e} to {d[-1]:.1e} ({r['model']}, N = {r['n']}{', kernel' if r['gpu'] else ''})"
+            f"{d[0]:.1e} to {d[-1]:.1e} ({r['model']}, N = "
+            f"{r['n']}{', kernel' if r['gpu'] else ''})"
             for r, d in last
             if r["norm"] == normed
         )
@@ -130,8 +138,9 @@ def _judge(figures: Figures) -> Verdict:
 def _tabulate(figures: Figures) -> list[dict[str, Any]]:
     return [
         {
-            "model": r["model"] + (", kernel" if r["gpu"] else ""), "norm": "yes" if r["norm"] else "no",
-            "N": r["n"], "attention": name, "layer 1": d[0], f"layer {len(d) // 2}": d[len(d) // 2 - 1],
+            "model": r["model"] + (", kernel" if r["gpu"] else ""),
+            "norm": "yes" if r["norm"] else "no", "N": r["n"], "attention": name,
+            "layer 1": d[0], f"layer {len(d) // 2}": d[len(d) // 2 - 1],
             f"layer {len(d)}": d[-1], "exponent": r["exponents"].get(name, ""),
         }
         for r in figures["runs"] for name, d in r["deviations"].items()
@@ -158,8 +167,10 @@ CLAIM = Claim(
     says="Forward error does not blow up: dozens of layers keep it at 1e-3 to 1e-2 relative.",
     rule="Holds if flash stays within 1e-2 of exact attention after every layer of every network; "
     "holds if, when it does in all that normalise.",
-    setting=lambda s: f"{s.pick(tiny=4, quick=32, full=32)} layers, causal, bf16 attention in a "
-    "float64 network, so that nothing else rounds; flash and standard against exact attention",
+    setting=lambda s: (
+        f"{s.pick(tiny=4, quick=32, full=32)} layers, causal, bf16 attention in a "
+        "float64 network, so that nothing else rounds; flash and standard against exact attention"
+    ),
     tasks=_tasks,
     gather=_gather,
     judge=_judge,

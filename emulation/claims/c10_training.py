@@ -45,7 +45,7 @@ def train(
     torch = m.torch
     sizes = m.Shape(*shape)
     sdpa = importlib.import_module(f"{kernels}.torch").scaled_dot_product_attention
-    attention = {name: m.exact for name in (EXACT, AGAIN, OTHER_BATCHES, OTHER_WEIGHTS)}
+    attention = dict.fromkeys((EXACT, AGAIN, OTHER_BATCHES, OTHER_WEIGHTS), m.exact)
     attention["standard"] = m.standard
     for name, numerics in FLASH.items():
         attention[name] = functools.partial(sdpa, is_causal=True, numerics=numerics)
@@ -55,7 +55,7 @@ def train(
     for name in attention:
         other_weights, other_batches = name == OTHER_WEIGHTS, name in (OTHER_BATCHES, OTHER_WEIGHTS)
         models[name] = m.Model(sizes, 1000 + number + 500 * other_weights, device)
-        optimisers[name] = torch.optim.AdamW(models[name].weights, rate, foreach=False)
+        optimisers[name] = torch.optim.AdamW(models[name].weights, rate)
         batches[name] = m.Batches(sizes, 2000 + number + 500 * other_batches, device)
     recorded = sorted({int(s) for s in np.geomspace(1, steps, records)})
     curves: dict[str, Any] = {n: {"distance": [], "loss": []} for n in attention}
@@ -78,7 +78,9 @@ def train(
     sequences = m.held_out(sizes, evaluated, device)
     with torch.no_grad():  # weights are compared, so one attention evaluates all
         final = {
-            n: float(np.mean([float(models[n].loss(part, m.exact)) for part in sequences.split(32)]))
+            n: float(
+                np.mean([float(models[n].loss(part, m.exact)) for part in sequences.split(32)])
+            )
             for n in attention
         }
     return {"number": number, "steps": recorded, "curves": curves, "held_out": final,
@@ -148,8 +150,10 @@ def _judge(figures: Figures) -> Verdict:
     ends = ", ".join(f"{n} {first[n]:.1e} to {last[n]:.2g}" for n in rounded)
     tested = variants["cuflash"]["against_exact"]
     said = (
-        f"From step 1 to {figures['steps'][-1]} the distance to the exact run's weights, relative to "
-        f"their norm, went: {ends}; other batches give {seed:.2g}. Held-out loss of cuflash minus exact: "
+        f"From step 1 to {figures['steps'][-1]} the distance to the exact run's weights, "
+        "relative to "
+        f"their norm, went: {ends}; other batches give {seed:.2g}. Held-out loss of cuflash "
+        "minus exact: "
         f"{tested['mean']:+.1e}, margin (2 sd of seeds) {tested['margin']:.1e}"
     )
     if parted:
@@ -203,7 +207,8 @@ def _setting(settings: Settings) -> str:
     sizes = dict(zip(("layers", "width", "heads", "N", "batch"), a["shape"], strict=True))
     said = ", ".join(f"{name} {value}" for name, value in sizes.items())
     return (
-        f"characters of pydoc_data.topics; {said}; {a['steps']} steps of AdamW, {len(tasks)} seeds, "
+        f"characters of pydoc_data.topics; {said}; {a['steps']} steps of AdamW, {len(tasks)} "
+        "seeds, "
         f"{a['device']}; fp32 but for attention on bf16"
     )
 
@@ -213,7 +218,8 @@ CLAIM = Claim(
     title="Training forks",
     says="Training trajectories fork: 1e-3 grows over thousands of steps into two sets of weights, "
     "no different from another seed.",
-    rule="The same attention twice must give the same weights. Does not hold if the held-out loss of "
+    rule="The same attention twice must give the same weights. Does not hold if the held-out "
+    "loss of "
     "some attention is not equivalent to exact attention's (two one-sided t tests, margin 2 "
     "standard deviations over seeds). Holds if, besides, every distance grew more than tenfold and "
     "reached half of what other batches give; holds if, when it has not yet.",

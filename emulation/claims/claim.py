@@ -104,7 +104,13 @@ class Claim:
 
 
 def task(
-    claim: int, name: str, function: Callable[..., Any], gpu: bool = False, **arguments: Any
+    claim: int,
+    name: str,
+    function: Callable[..., Any],
+    gpu: bool = False,
+    cost: float = 0.0,
+    **arguments: Any,
 ) -> Task:
     """A Task of a module-level function."""
-    return Task(claim, name, f"{function.__module__}:{function.__qualname__}", arguments, gpu)
+    where = f"{function.__module__}:{function.__qualname__}"
+    return Task(claim, name, where, arguments, gpu, cost)

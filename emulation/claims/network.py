@@ -41,7 +41,9 @@ def random_layers(seed: int, layers: int, width: int, norm: bool) -> list[Layer]
 
     return [
         Layer(
-            *(weight(width, width) for _ in range(3)),
+            q=weight(width, width),
+            k=weight(width, width),
+            v=weight(width, width),
             out=weight(width, width, shrink),
             up=weight(width, 2 * width),
             down=weight(2 * width, width, shrink),

@@ -142,7 +142,9 @@ def _table(table: Sequence[Mapping[str, Any]]) -> str:
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
     state = " open" if len(table) <= _LONG else ""
-    return f"<details{state}><summary>Figures<span>{len(table)} rows</span></summary>{found}</details>"
+    return (
+        f"<details{state}><summary>Figures<span>{len(table)} rows</span></summary>{found}</details>"
+    )
 
 
 def _section(r: ClaimResult) -> str:

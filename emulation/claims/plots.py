@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _CYCLE = tuple(GROUP_COLOURS)
-_STYLES = ("-", "--", ":")
+_STYLES: tuple[Any, ...] = ("-", "--", ":")
 
 
 def inline(plot: Plot, key: str) -> str:
@@ -50,9 +50,10 @@ def standalone(plot: Plot, *, dark: bool) -> str:
     return head.replace("<svg", f"<svg {size}", 1) + ">" + ground + rest + "\n"
 
 
-def _looks(plot: Plot) -> dict[str, tuple[str, str]]:
+def _looks(plot: Plot) -> dict[str, tuple[str, Any]]:
     """Colour and line style of every series; groups of sources keep their own colour."""
-    looks, used = {}, 0
+    looks: dict[str, tuple[str, Any]] = {}
+    used = 0
     for name in plot.series:
         if name in GROUP_COLOURS:
             looks[name] = (colour(name), "-")

@@ -6,6 +6,7 @@ A Llama-like decoder of 30 layers in float64 around one attention, as `network` 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,12 +99,12 @@ def _half(x: F64) -> Any:
 @functools.cache
 def load() -> Model:
     """Read the weights; `available` must be True."""
-    import gguf
     from pydoc_data.topics import topics
 
+    gguf: Any = importlib.import_module("gguf")
     path = _file()
     assert path is not None
-    reader: Any = gguf.GGUFReader(path)  # type: ignore[no-untyped-call]  # has no types
+    reader = gguf.GGUFReader(path)
 
     def number(name: str) -> float:
         field = reader.fields[f"llama.{name}"]

@@ -38,7 +38,8 @@ class Task:
     """One piece of work of a claim.
 
     function: "module:name", called as name(seed=..., **arguments). gpu: needs the GPU, so it runs
-    in the calling process, one at a time. name is unique within its claim.
+    in the calling process, one at a time. name is unique within its claim. cost: in any unit;
+    the costliest start first, so that none is left alone at the end.
     """
 
     claim: int
@@ -46,6 +47,7 @@ class Task:
     function: str
     arguments: dict[str, Any] = field(default_factory=dict)
     gpu: bool = False
+    cost: float = 0.0
 
     @property
     def identity(self) -> str:
@@ -170,13 +172,15 @@ def run_tasks(tasks: Sequence[Task], settings: Settings, done: Done | None = Non
         if done is not None:
             done(tasks[index], outcome)
 
-    here, there = [], []
+    here: list[int] = []
+    there: list[int] = []
     for index, task in enumerate(tasks):
         kept = _kept(settings, task)
         if kept is not None:
             finish(index, kept)
         else:
             (here if task.gpu else there).append(index)
+    there.sort(key=lambda index: -tasks[index].cost)
     with _workers(settings, tasks, there) as results:
         for index in here:
             outcome = execute(tasks[index])
@@ -203,15 +207,17 @@ def _workers(
         raise ImportError(f"claims run through joblib: {install('claims')}") from error
     with contextlib.ExitStack() as stack:
         if settings.dask is None:
-            workers = min(settings.workers or joblib.cpu_count(), len(indices))
+            # This process needs a core of its own where it drives a GPU.
+            cores = max(1, joblib.cpu_count() - settings.gpu)
+            workers = min(settings.workers or cores, len(indices))
             cache = settings.cache
             stack.enter_context(joblib.parallel_config("loky", inner_max_num_threads=1))
         else:
             try:
-                from distributed import Client
+                distributed: Any = importlib.import_module("distributed")
             except ImportError as error:
                 raise ImportError(f"--dask needs dask: {install('claims')}") from error
-            stack.enter_context(Client(settings.dask, set_as_default=True))
+            stack.enter_context(distributed.Client(settings.dask, set_as_default=True))
             stack.enter_context(joblib.parallel_config("dask"))
             workers, cache = -1, None
         pool = joblib.Parallel(
