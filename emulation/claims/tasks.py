@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -212,6 +213,12 @@ def _workers(
             workers = min(settings.workers or cores, len(indices))
             cache = settings.cache
             stack.enter_context(joblib.parallel_config("loky", inner_max_num_threads=1))
+            # A worker that has grown is replaced, which is fine; where warnings are errors, this
+            # one would end the thread that replaces it.
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings(
+                "ignore", message="A worker stopped while", category=UserWarning
+            )
         else:
             try:
                 distributed: Any = importlib.import_module("distributed")
