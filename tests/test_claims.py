@@ -75,7 +75,7 @@ def test_rescale_or_order() -> None:
     assert {c["output"] for c in f["cells"]} == {"out", "dq", "dk", "dv"}
     for c in f["cells"]:
         assert c["residual"] < 1e-6
-        assert (c["rescale_rms"] > 0) == (c["n"] > c["tile_n"]), "one tile rescales nothing"
+        assert c["rescale_rms"] == 0 or c["n"] > c["tile_n"], "one tile rescales nothing"
         assert c["rescale_rms"] < c["top_rms"]
     f["cells"][0].update(rescale_rms=1.0, top_rms=1.0)
     verdict = claim.judge(f)
@@ -269,3 +269,27 @@ def test_what_is_in_the_figures_is_measured() -> None:
     a, b, c = (sources(seed, n=64, rows=16) for seed in (1, 1, 2))
     assert a == b != c
     assert np.isfinite(list(a["means"].values())).all()
+
+
+def test_the_document_says_what_the_figures_say() -> None:
+    from bench import why_they_differ as document
+
+    assert document.main(check=True) == 0, "run python -m bench.why_they_differ"
+    text = document.DOCUMENT.read_text(encoding="utf-8")
+    for name in document.PLOTS:
+        for scheme in ("dark", "light"):
+            assert f"{document.PICTURES.name}/{name}-{scheme}.svg" in text
+            svg = (document.PICTURES / f"{name}-{scheme}.svg").read_text(encoding="utf-8")
+            assert svg.startswith("<svg")
+            assert "var(" not in svg
+
+
+def test_the_document_stops_where_figures_no_longer_support_it() -> None:
+    from bench import why_they_differ as document
+
+    results, rest = page.from_json(document.SOURCE.read_text(encoding="utf-8"))
+    by_number = {r.number: r for r in results}
+    document.document(by_number, rest)
+    by_number[4].figures["power_of_two_rescale"]["float32"] = 1e-9
+    with pytest.raises(SystemExit, match="no longer supports: powers of two"):
+        document.document(by_number, rest)

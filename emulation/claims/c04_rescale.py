@@ -43,9 +43,13 @@ def measure(
     problem = Problem.of(*x.qkv, **x.masks)
 
     plain, power_of_two = (
-        default_plan(problem, Numerics(reference=reference), tile_n=tile_n, state=state)
+        default_plan(
+            problem, Numerics(reference=reference), tile_n=tile_n, state=state,
+            # Rising scores are met in their own order, so that every tile moves the max.
+            direction="left-to-right" if kind == "rising" else "right-to-left",
+        )
         for reference in ("row-max", "power-of-two")
-    )
+    )  # fmt: skip
     found = attribute(
         *x.qkv, dout=x.dout if backward else None, against="standard", plan=plain, state=state,
         through=True, **x.masks,
