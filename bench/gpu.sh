@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # The standing GPU run: tests that need a GPU, the recorded bits, speed. Results go to bench/results/.
 #
-#     bash bench/gpu.sh [tests|golden|sanitizer|speed ...]     (all without an argument)
+#     bash bench/gpu.sh [tests|golden|sanitizer|speed|claims ...]     (the first four without an argument)
+#
+# claims takes the folder of captures from $CAPTURES, if that is set.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
@@ -45,6 +47,12 @@ sanitizer() {
 
 speed() {
   python3 -W ignore bench/sm80_forward.py && python3 -W ignore bench/sm80_backward.py
+}
+
+claims() {
+  # Every claim at the published size; bench/results/claims.json is what docs/why-they-differ.md is made of.
+  python3 -W ignore -m cuflash claims --full --fresh ${CAPTURES:+--data "$CAPTURES"} \
+    -o "${OUT:-bench/results}/claims.html"
 }
 
 {

@@ -112,7 +112,7 @@ def _overview(results: Sequence[ClaimResult], full: bool) -> str:
     rows = "".join(
         f'<tr><th scope="row"><a href="#c{r.number}">{r.number}</a></th>'
         f'<td class="text about">{_e(r.says)}</td><td class="text">{_badge(r.verdict.kind)}</td>'
-        f'<td class="text about">{_e(r.verdict.text)}</td>'
+        f'<td class="text about measured">{_e(r.verdict.text)}</td>'
         f'<td class="text"><code>{_e(reproduce(r.number, full))}</code></td></tr>'
         for r in results
     )
@@ -184,7 +184,7 @@ def to_html(
 <meta name="color-scheme" content="light dark">
 <title>{_TITLE}</title>
 <style>
-{STYLE}a{{color:inherit}}</style>
+{STYLE}a{{color:inherit}}.measured{{min-width:340px}}</style>
 </head>
 <body>
 <main>
