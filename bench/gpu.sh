@@ -51,8 +51,8 @@ speed() {
 
 claims() {
   # Every claim at the published size; bench/results/claims.json is what docs/why-they-differ.md is made of.
-  python3 -W ignore -m cuflash claims --full --fresh ${CAPTURES:+--data "$CAPTURES"} \
-    -o "${OUT:-bench/results}/claims.html"
+  python3 -W ignore -m cuflash claims --full ${CAPTURES:+--data "$CAPTURES"} \
+    -o "${RESULTS:-bench/results}/claims.html"
 }
 
 {

@@ -98,7 +98,7 @@ def _tasks(settings: Settings) -> list[Task]:
         found.append(task(9, name, measure, n=n, width=width, heads=heads, **given))
         if settings.gpu:
             found.append(
-                task(9, f"kernel {name}", measure, gpu=True, n=2048, width=1024, heads=16,
+                task(9, f"kernel {name}", measure, gpu=True, n=2048, width=512, heads=8,
                      kernels=settings.kernels, **given)
             )  # fmt: skip
     if settings.size != "tiny" and real_model.available():

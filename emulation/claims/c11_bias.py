@@ -188,9 +188,12 @@ def _judge(figures: Figures) -> Verdict:
     if not (noise and unstructured and structured):
         return Verdict("does not hold", said + " (or without structure, or flash has it, too).")
     left = {
-        which: [e for e in figures["exceptions"] if e["case"] == bare and _biased(e)]
+        which: [
+            e for e in figures["exceptions"]
+            if e["case"] == bare and not e["gpu"] and _biased(e)
+        ]
         for which, bare in BARE.items()
-    }
+    }  # fmt: skip
     if not any(left.values()):
         return Verdict("holds", said + ".")
     told = []
