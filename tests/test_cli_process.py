@@ -66,7 +66,7 @@ def test_process_survives_an_ascii_terminal_and_a_closed_pipe(tmp_path: Path) ->
     run.stdout.close()
     assert run.stderr is not None
     with run.stderr:
-        assert run.stderr.read() == b"cuflash: wrote r.json\n"
+        assert run.stderr.read() == b"cuflash: wrote report.html, r.json\n"
     assert run.wait() == 0
     assert os.path.exists("r.json")
 
