@@ -177,11 +177,12 @@ def _judge(figures: Figures) -> Verdict:
         max(abs(m["neighbours"]), abs(m["shrink"]) / m["relative"]) >= STRUCTURED for m in others
     )
     depth = figures["depth"]
+    layers = depth["flash"]["layers"]
     times = min(m["relative"] for m in others) / max(m["relative"] for m in flash_like)
     said = (
         f"flash's mean error is {whole['mean']:.1e} +- {whole['error']:.1e} of the error's rms on "
-        f"normal inputs; approximations err at least {times:.2g} times more and with structure; a "
-        f"window leaves {depth['window of N/8']['last']:.1e} after {depth['flash']['layers']} layers, "
+        f"normal inputs; approximations err at least {times:.2g} times more and with structure; "
+        f"a window leaves {depth['window of N/8']['last']:.1e} after {layers} layers, "
         f"flash {depth['flash']['last']:.1e}"
     )
     if not (noise and unstructured and structured):
@@ -203,8 +204,8 @@ def _judge(figures: Figures) -> Verdict:
             parts = ", ".join(f"{_pm(e['mean'], e['error'])} ({e['case']})" for e in same)
             wholes = ", ".join(f"{_pm(e['whole'], e['whole_error'])} ({e['case']})" for e in same)
             told.append(
-                f"{which} at N = {worst['n']}: mean error over |O| of the sum of P V alone {parts}; of "
-                f"the whole O before the cast {wholes}"
+                f"{which} at N = {worst['n']}: mean error over |O| of the sum of P V alone "
+                f"{parts}; of the whole O before the cast {wholes}"
             )
     return Verdict(
         "holds if",

@@ -105,7 +105,8 @@ def _judge(figures: Figures) -> Verdict:
         f"In units of the error of rounding dQ, delta from the rounded O adds {low:.2f} to "
         f"{high:.2f} on real activations, {max(c['dq rounded']['delta'] for c in random):.2f} on "
         f"normal inputs; it is dQ's largest source on {len(first)} of {len(real)} real cases "
-        f"({counted}). With the whole O dQ's error before the cast is up to {gain:.2f} times smaller"
+        f"({counted}). With the whole O dQ's error before the cast is up to {gain:.2f} times "
+        "smaller"
     )
     worse = worse_keys(cells)
     if worse:
