@@ -216,7 +216,7 @@ def _judge(figures: Figures) -> Verdict:
         f"Rescaling is never the largest source in {len(cells)} cases ({heads_of(cells)} among the "
         f"inputs, one draw each); the largest forward is, by {said}. Forward, rescaling is smaller "
         f"by at least {smaller}. Under powers of two its largest contribution is {powers}; a power "
-        "of two is exact until a result becomes subnormal, which only fp16 state does.",
+        "of two is exact until a result becomes subnormal, as some do in fp16 state.",
     )
 
 

@@ -175,11 +175,11 @@ def _judge(figures: Figures) -> Verdict:
     if parted:
         return Verdict("does not hold", f"Not equivalent to exact: {', '.join(parted)}. {said}.")
     if forked(figures):
-        return Verdict("holds", f"Training has forked. {said}; all within.")
+        return Verdict("holds", f"Training has forked. {said}. Every rounded attention is within.")
     return Verdict(
         "holds if",
         f"training goes on for longer than this, where it has not forked: the weights of cuflash "
-        f"are {last['cuflash'] / seed:.2g} of another seed's distance apart. {said}; all within.",
+        f"are {last['cuflash'] / seed:.2g} of another seed's distance apart. {said}. Every rounded attention is within.",
         "training is longer than here",
     )
 
