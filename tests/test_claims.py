@@ -220,7 +220,8 @@ def test_training_is_judged_by_the_spread_of_other_batches() -> None:
             lost = dict.fromkeys(names, 2.6 + wobble) | {EXACT: 2.6, OTHER_BATCHES: 2.6 + batches}
             lost |= {CONTROL: 2.6 + window + wobble, "cuflash": 2.6 + flash + wobble}
             curves = {n: {"distance": [1e-4, 1e-2], "loss": [3.0, 2.6]} for n in names}
-            curves["exact again"]["distance"] = [0.0, 0.0]
+            curves[OTHER_BATCHES]["distance"] = [1e-3, 1.0]
+            curves["exact again"] = {"distance": [0.0, 0.0], "loss": [3.0, 2.6]}
             runs[str(i)] = {
                 "held_out": lost, "curves": curves, "steps": [1, 2], "parameters": 1,
                 "device": "cpu",

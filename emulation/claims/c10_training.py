@@ -179,7 +179,8 @@ def _judge(figures: Figures) -> Verdict:
     return Verdict(
         "holds if",
         f"training goes on for longer than this, where it has not forked: the weights of cuflash "
-        f"are {last['cuflash'] / seed:.2g} of another seed's distance apart. {said}. Every rounded attention is within.",
+        f"are {last['cuflash'] / seed:.2g} of another seed's distance apart. {said}. "
+        "Every rounded attention is within.",
         "training is longer than here",
     )
 
