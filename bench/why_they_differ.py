@@ -39,6 +39,15 @@ def percent(x: float) -> str:
     return f"{100 * x:.1f} %"
 
 
+def figure(x: float) -> str:
+    """Three digits; without an exponent where that is as short.
+
+    >>> figure(1.42), figure(35400.0), figure(-0.00076)
+    ('1.42', '3.54e4', '-7.60e-4')
+    """
+    return f"{x:.3g}" if x == 0 or 0.01 <= abs(x) < 1000 else number(x)
+
+
 def supported(condition: bool, sentence: str) -> None:
     """Stop unless the figures support what the document says."""
     if not condition:
@@ -81,24 +90,24 @@ def _rescale(r: ClaimResult) -> str:
         k = f["kernels"][-1]
         told = (
             f" The kernel itself, on a GPU: no value differs from the emulator's at any N; at N = "
-            f"{k['n']} its rms error is {number(k['errors']['row-max'])} with a running maximum, "
-            f"{number(k['errors']['power-of-two'])} with powers of two and "
-            f"{number(k['errors']['final'])} with the maximum known beforehand, where nothing is "
+            f"{k['n']} its rms error is {figure(k['errors']['row-max'])} with a running maximum, "
+            f"{figure(k['errors']['power-of-two'])} with powers of two and "
+            f"{figure(k['errors']['final'])} with the maximum known beforehand, where nothing is "
             "rescaled at all (one draw)."
         )
     return (
         "Neither, in the arithmetic of kernels (state in fp32): there the two differ by the "
         "rounding of P before the product with V, and by the rounding of the output. For N from "
-        f"{small} to {large}, on random inputs and {_heads(f['cells'])} (one draw each), the rms "
-        f"of what rescaling contributes is at least {least:.2g} times smaller than that of the "
-        f"largest source, and that of the order of summation is at most {percent(order)} of it. "
+        f"{small} to {large}, on random inputs and {_heads(f['cells'])}, one draw each, the "
+        f"rms of what rescaling contributes is at least {figure(least)} times smaller than that of "
+        f"the largest source, and that of the order of summation is at most {percent(order)} of it. "
         "With the state in bf16, as the article's arithmetic supposes, the largest source is "
-        f"{_tops(half)}; rescaling is then still at least {half_least:.2g} times smaller than it, "
-        f"and at most {percent(half_share)} of the whole difference. Rescaling is the largest "
+        f"{_tops(half)}; rescaling is then still at least {figure(half_least)} times smaller than "
+        f"it, and at most {percent(half_share)} of the whole difference. Rescaling is the largest "
         f"source in none of {len(f['cells'])} cases, forward or backward.\n\n"
         "It can be switched off. With the reference rounded up to a power of two every factor is "
         "exact, and rescaling contributes exactly 0 in fp32 and bf16 state. In fp16 state it still "
-        f"contributes up to {number(power['float16'])}: there a rescaled value can fall below 2⁻¹⁴ "
+        f"contributes up to {figure(power['float16'])}: there a rescaled value can fall below 2⁻¹⁴ "
         f"and lose its last bits as a subnormal.{told}"
     )
 
@@ -174,7 +183,7 @@ def _depth(r: ClaimResult) -> str:
         kind = "pre-norm" if run["norm"] else "without norm"
         where = ", the kernel" if run["gpu"] else ""
         parts.append(
-            f"{run['model']}, {kind}{where}: {number(d[0])} after one layer, {number(d[-1])} "
+            f"{run['model']}, {kind}{where}: {figure(d[0])} after one layer, {figure(d[-1])} "
             f"after {len(d)}"
         )
     normed = next(run for run in r.figures["runs"] if run["norm"])["deviations"]
@@ -184,7 +193,7 @@ def _depth(r: ClaimResult) -> str:
         "Only attention rounds here, everything else is float64. Deviation of the residual stream "
         "from the run with exact attention, over the norm of that run's stream (one draw of "
         f"weights and inputs): {'; '.join(parts)}. A window of an eighth of the keys gives "
-        f"{number(window[0])} after one layer and {number(window[-1])} after {len(window)}."
+        f"{figure(window[0])} after one layer and {figure(window[-1])} after {len(window)}."
     )
 
 
@@ -208,20 +217,20 @@ def _training(r: ClaimResult) -> str:
     def tested(name: str) -> str:
         t = v[name]["against_exact"]
         inside = "within" if t["equivalent"] else "not within"
-        return f"{number(t['mean'])} ({number(t['low'])} to {number(t['high'])}, {inside})"
+        return f"{figure(t['mean'])} ({figure(t['low'])} to {figure(t['high'])}, {inside})"
 
     return (
         f"A model of {f['parameters']} weights on real text, {f['steps'][-1]} steps, {f['seeds']} "
         "seeds, the same first weights and batches. The same attention twice gives the same "
         "weights. Distance from the exact run's weights, over their norm, mean of the seeds: "
-        f"cuflash {number(flash['distance'][0])} after one step and "
-        f"{number(flash['distance'][-1])} at the end, standard attention "
-        f"{number(standard['distance'][0])} and {number(standard['distance'][-1])}; other batches "
-        f"{number(other['distance'][-1])}, other first weights "
-        f"{number(v[OTHER_WEIGHTS]['distance'][-1])}. cuflash ends at {ratio:.2g} of the distance "
+        f"cuflash {figure(flash['distance'][0])} after one step and "
+        f"{figure(flash['distance'][-1])} at the end, standard attention "
+        f"{figure(standard['distance'][0])} and {figure(standard['distance'][-1])}; other batches "
+        f"{figure(other['distance'][-1])}, other first weights "
+        f"{figure(v[OTHER_WEIGHTS]['distance'][-1])}. cuflash ends at {ratio:.2g} of the distance "
         f"of other batches. {fork}\n\n"
         f"Held-out loss minus that of the exact run, mean and 90 % interval over seeds, against a "
-        f"margin of {number(test['margin'])} (what other batches change, rms): cuflash "
+        f"margin of {figure(test['margin'])} (what other batches change, rms): cuflash "
         f"{tested('cuflash')}, standard {tested('standard')}, other batches "
         f"{tested(OTHER_BATCHES)}, other first weights {tested(OTHER_WEIGHTS)}. A window of an "
         f"eighth of the keys, which the test must tell apart, gives {tested(CONTROL)}."
@@ -263,7 +272,7 @@ def _bias(r: ClaimResult) -> str:
 
 
 def _pm(mean: float, error: float) -> str:
-    return f"{number(mean)} ± {number(error)}"
+    return f"{figure(mean)} ± {figure(error)}"
 
 
 def _short(results: dict[int, ClaimResult]) -> str:
@@ -276,9 +285,9 @@ def _short(results: dict[int, ClaimResult]) -> str:
     trials = results[2].figures["rational"]["trials"]
     supported(results[2].verdict.kind == "holds", "the algorithm is exact")
     other = (
-        "the order of sums comes first, rescaling still does not"
+        "the order of sums would come first, and rescaling still not"
         if "summation order" in half
-        else "rescaling is not the reason either"
+        else "rescaling would not be the reason either"
     )
     return (
         f"The algorithm is exact: in rational arithmetic {trials} random tilings give equal "

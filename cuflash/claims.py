@@ -38,7 +38,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     size.add_argument(
         "--quick",
         action="store_true",
-        help="under three minutes on two cores, no GPU used (default)",
+        help="about 90 s of CPU over all cores, no GPU used (default)",
     )
     size.add_argument(
         "--full", action="store_true", help="the published sizes; uses a GPU where there is one"

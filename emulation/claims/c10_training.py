@@ -181,7 +181,7 @@ def _judge(figures: Figures) -> Verdict:
         f"training goes on for longer than this, where it has not forked: the weights of cuflash "
         f"are {last['cuflash'] / seed:.2g} of another seed's distance apart. {said}. "
         "Every rounded attention is within.",
-        "training is longer than here",
+        f"training is longer than {figures['steps'][-1]} steps: no fork yet",
     )
 
 
