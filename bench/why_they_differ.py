@@ -100,8 +100,8 @@ def _rescale(r: ClaimResult) -> str:
         "rounding of P before the product with V, and by the rounding of the output. For N from "
         f"{small} to {large}, on random inputs and {_heads(f['cells'])}, one draw each, the "
         f"rms of what rescaling contributes is at least {figure(least)} times smaller than that of "
-        f"the largest source, and that of the order of summation is at most {percent(order)} of it. "
-        "With the state in bf16, as the article's arithmetic supposes, the largest source is "
+        f"the largest source, and that of the order of summation is at most {percent(order)} of "
+        "it. With the state in bf16, as the article's arithmetic supposes, the largest source is "
         f"{_tops(half)}; rescaling is then still at least {figure(half_least)} times smaller than "
         f"it, and at most {percent(half_share)} of the whole difference. Rescaling is the largest "
         f"source in none of {len(f['cells'])} cases, forward or backward.\n\n"
@@ -153,7 +153,7 @@ def _backward(r7: ClaimResult, r12: ClaimResult) -> str:
     hidden = max(c["dq rounded"]["delta"] for c in random)
     supported(high > 1 > hidden, "delta dominates on real inputs and not on random ones")
     first = sum(c["dq rounded"]["top"] == DELTA for c in real)
-    supported(2 * first > len(real), "delta is the largest source on most real inputs")
+    supported(first > 0, "delta is the largest source on some real inputs")
     gain = max(c["dq rounded"]["error"] / c["dq full"]["error"] for c in real)
     worse = worse_keys(cells)
     told = ""
