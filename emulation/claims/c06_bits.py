@@ -13,7 +13,7 @@ import numpy as np
 
 from emulation import Numerics, Problem, default_plan
 from emulation.claims import gpu
-from emulation.claims.claim import Claim, Figures, Plot, Verdict, task
+from emulation.claims.claim import Claim, Figures, Plot, Verdict, no_gpu, task
 from emulation.claims.inputs import BUNDLED, make
 from emulation.claims.settings import Settings
 from emulation.claims.tasks import Task
@@ -120,7 +120,8 @@ def _judge(figures: Figures) -> Verdict:
         for p in (FLASH, STANDARD, ORDER)
     }
     said = (
-        f"At N = {max(sizes)} equal output values are {shares[FLASH]} ({FLASH}), "
+        f"At N = {max(sizes)} (one draw of each input and format) equal output values are "
+        f"{shares[FLASH]} ({FLASH}), "
         f"{shares[STANDARD]} ({STANDARD}), but {shares[ORDER]} where only the order of sums "
         "differs and 100 % where nothing does: most of it is not the order."
     )
@@ -130,7 +131,9 @@ def _judge(figures: Figures) -> Verdict:
              for pair in agree}  # fmt: skip
     if None not in first.values():
         where = ", ".join(f"{n} or more ({pair})" for pair, n in first.items())
-        return Verdict("holds if", f"rows see enough keys, here {where}. {said}")
+        return Verdict(
+            "holds if", f"rows see enough keys, here {where}. {said}", "rows see enough keys"
+        )
     return Verdict("does not hold", f"Whole outputs agree at N = {max(sizes)}. {said}")
 
 
@@ -173,5 +176,6 @@ CLAIM = Claim(
     judge=_judge,
     tabulate=_tabulate,
     draw=_draw,
+    missing=no_gpu,
 )
 run = CLAIM.run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,14 +81,29 @@ def _manifest(data: str) -> dict[str, bool]:
         return {name: bool(entry["causal"]) for name, entry in json.load(file).items()}
 
 
-def captures(data: str | None, heads: int = 1) -> list[str]:
-    """The bundled capture, and so many heads of each file that a folder's manifest.json lists."""
+def captures(data: str | None) -> list[str]:
+    """The bundled capture, and every head of each file that a folder's manifest.json lists."""
     found = [BUNDLED]
     for name in [] if data is None else sorted(_manifest(data)):
         with np.load(Path(str(data)) / name, allow_pickle=False) as z:
             count = int(z["q"].shape[0])
-        found += [f"{name}:{h * count // heads}" for h in range(min(heads, count))]
+        found += [f"{name}:{head}" for head in range(count)]
     return found
+
+
+def heads(kinds: Iterable[str]) -> str:
+    """How many heads of how many captures these shown kinds are.
+
+    >>> heads(["normal", "a head 0", "a head 3", "b head 1", "b head 1"])
+    '3 heads of 2 captures'
+    """
+    real = {tuple(kind.rpartition(" head ")[::2]) for kind in kinds if " head " in kind}
+    files = {name for name, _ in real}
+
+    def count(n: int, what: str) -> str:
+        return f"{n} {what}{'' if n == 1 else 's'}"
+
+    return f"{count(len(real), 'head')} of {count(len(files), 'capture')}"
 
 
 def shown(kind: str) -> str:
