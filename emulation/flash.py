@@ -16,7 +16,7 @@ import numpy as np
 from emulation import rounding
 from emulation.machine import Machine, Node
 from emulation.plan import Numerics, Plan, default_plan
-from emulation.problem import Array, Problem, numpy_dtype
+from emulation.problem import Array, Problem, check_progress, numpy_dtype
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
@@ -446,6 +446,7 @@ def flash(
     >>> out[0, :2].tolist(), float(lse[0])
     ([1.0, 0.0], 0.25)
     """
+    check_progress(progress)
     problem = Problem.of(q, k, v, scale=scale, causal=causal, window=window, softcap=softcap)
     plan = resolve_plan(problem, plan, numerics)
     forward = flash_forward(problem, plan, progress=progress)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,6 +23,13 @@ Window = tuple[int | None, int | None]
 
 DTYPES = ("float16", "bfloat16", "float32")
 MAX_HEAD_DIM = 256
+
+#: Least and largest scale, as powers of two: float32 holds them, and them times log2(e), as normal
+#: numbers, which keep all their digits.
+LEAST, MOST_SCALE = -126, 127
+#: Largest softcap. The machine's tanh, 1 - 2 / (1 + 2^x), errs by up to 2^-21 whatever the score
+#: (derived in `bound_terms`), a capped score by softcap 2^-21: here by 1/32, a weight by 3 %.
+MOST_SOFTCAP = 16
 
 
 def dtype_name(dtype: Any) -> str:
@@ -39,38 +46,112 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
+def echo(x: Any, longest: int = 60) -> str:
+    """repr(x) for an error message: on one line, not longer than `longest`.
+
+    >>> echo(10**400, longest=12), echo("a")
+    ('100000000...', "'a'")
+    """
+    try:
+        text = " ".join(repr(x).split())
+    except ValueError:  # an int of more digits than Python prints
+        text = f"a {type(x).__name__} too long to print"
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+
+
+def one_of(name: str, value: Any, allowed: Iterable[str]) -> None:
+    """ValueError naming argument, value and rule, unless value is one of these strings; whatever it
+    is, hashable or not.
+    """
+    allowed = tuple(allowed)
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name}: got {echo(value)}, must be one of {', '.join(map(repr, allowed))}")
+
+
+def check_count(name: str, value: Any, least: int) -> None:
+    """TypeError or ValueError unless it is an integer >= least."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name}: got {echo(value)}, must be an integer >= {least}")
+    if value < least:
+        raise ValueError(f"{name}: got {echo(value)}, must be an integer >= {least}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """TypeError unless it is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: got {echo(value)}, must be True or False")
+
+
+def check_progress(progress: Any) -> None:
+    """TypeError unless it is None or can be called."""
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress: got {echo(progress)}, must be None or a function of two")
+
+
+def check_plain(name: str, x: Any, rule: str = "an array") -> None:
+    """TypeError unless x is an array that holds nothing but numbers in this machine's byte order:
+    no list, and no subclass of NumPy's, whose masks, units or products would be dropped.
+    """
+    kind = type(x)
+    if not hasattr(x, "ndim") or not hasattr(x, "dtype") or isinstance(x, np.generic):
+        raise TypeError(f"{name}: got {kind.__name__}, must be {rule}")
+    if kind is not np.ndarray and isinstance(x, np.ndarray) and kind.__module__ != "cupy":
+        raise TypeError(
+            f"{name}: got {kind.__module__}.{kind.__qualname__}, must be a plain NumPy array, not "
+            "a subclass (np.asarray makes one)"
+        )
+    if not getattr(x.dtype, "isnative", True):
+        raise TypeError(f"{name}: dtype {x.dtype}, must be in native byte order")
+
+
 def _check_array(name: str, x: Any) -> None:
-    if not hasattr(x, "ndim") or not hasattr(x, "dtype"):
-        raise TypeError(f"{name}: got {type(x).__name__}, must be an array of {', '.join(DTYPES)}")
+    check_plain(name, x, f"an array of {', '.join(DTYPES)}")
     if dtype_name(x.dtype) not in DTYPES:
         raise TypeError(f"{name}: dtype {x.dtype}, must be one of {', '.join(DTYPES)}")
     if not 2 <= x.ndim <= 4:
         raise ValueError(f"{name}: shape {tuple(x.shape)}, must have 2 to 4 axes: ([B,] [H,] N, D)")
 
 
-def _check_number(name: str, x: Any) -> float:
+def _check_number(name: str, x: Any, most: int) -> float:
+    """x as a float from 2^-126 to 2^most."""
     if isinstance(x, bool) or not isinstance(x, numbers.Real | np.number):
-        raise TypeError(f"{name}: got {x!r}, must be a positive finite number")
+        raise TypeError(f"{name}: got {echo(x)}, must be a positive finite number")
     try:
         value = float(x)
     except OverflowError:
         value = math.inf
     if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name}: got {x!r}, must be a positive finite number")
+        raise ValueError(f"{name}: got {echo(x)}, must be a positive finite number")
+    if not 2.0**LEAST <= value <= 2.0**most:
+        raise ValueError(
+            f"{name}: got {echo(x)}, must be 2**{LEAST} to 2**{most}, finite and normal in float32"
+        )
     return value
+
+
+def _check_softcap(softcap: Any, scale: float) -> float:
+    """A softcap that the machine can apply to scores of this scale."""
+    cap = _check_number("softcap", softcap, MOST_SOFTCAP)
+    factor = 2.0 * math.log2(math.e) * scale / cap
+    if not 2.0**LEAST <= factor < 2.0**MOST_SCALE:
+        raise ValueError(
+            f"softcap: got {echo(softcap)} beside scale {scale}, must keep 2 log2(e) scale / "
+            f"softcap 2**{LEAST} to 2**{MOST_SCALE}, finite and normal in float32"
+        )
+    return cap
 
 
 def check_causal(causal: Any) -> Literal[False, "bottom-right", "top-left"]:
     """False, or the alignment of the diagonal (True means "bottom-right")."""
     if not isinstance(causal, bool | np.bool_ | str):
-        raise TypeError(f'causal: got {causal!r}, must be a bool, "bottom-right" or "top-left"')
+        raise TypeError(f'causal: got {echo(causal)}, must be a bool, "bottom-right" or "top-left"')
     if causal is False or (isinstance(causal, np.bool_) and not causal):
         return False
     if causal is True or isinstance(causal, np.bool_) or causal == "bottom-right":
         return "bottom-right"
     if causal == "top-left":
         return "top-left"
-    raise ValueError(f'causal: got {causal!r}, must be False, True, "bottom-right" or "top-left"')
+    raise ValueError(f'causal: got {echo(causal)}, must be False, True, "bottom-right" or "top-left"')
 
 
 def check_window(window: Any) -> Window | None:
@@ -78,7 +159,7 @@ def check_window(window: Any) -> Window | None:
     if window is None:
         return None
     if isinstance(window, str) or not isinstance(window, Sequence) or len(window) != 2:
-        raise TypeError(f"window: got {window!r}, must be None or a pair (left, right)")
+        raise TypeError(f"window: got {echo(window)}, must be None or a pair (left, right)")
     sides: list[int | None] = []
     for side, value in zip(("left", "right"), window, strict=True):
         if value is None:
@@ -86,12 +167,20 @@ def check_window(window: Any) -> Window | None:
             continue
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             raise TypeError(
-                f"window: {side} is {value!r}, must be None (unbounded) or an integer >= 0"
+                f"window: {side} is {echo(value)}, must be None (unbounded) or an integer >= 0"
             )
         if value < 0:
             raise ValueError(f"window: {side} is {value}, must be >= 0 (None is unbounded)")
         sides.append(min(int(value), 2**31 - 1))  # further than any key
     return None if sides == [None, None] else (sides[0], sides[1])
+
+
+def check_problem(problem: Any) -> None:
+    """TypeError unless it is a Problem."""
+    if not isinstance(problem, Problem):
+        raise TypeError(
+            f"problem: got {type(problem).__name__}, must be a Problem (Problem.of makes one)"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +216,11 @@ class Problem:
     ) -> Problem:
         """Check and flatten.
 
+        scale: 2^-126 to 2^127, 1 / sqrt(D) by default. softcap: 2^-126 to 2^16, and with 2 log2(e)
+        scale / softcap from 2^-126 to 2^127; None is none. A capped score errs by up to softcap
+        2^-21, absolutely and however small it is, since tanh is formed as 1 - 2 / (1 + 2^x): with
+        50 by 2.4e-5, with 2^16 by 1/32, and beyond that the arithmetic means little.
+
         >>> p = Problem.of(*[np.zeros((2, 6, 5, 8), np.float16)] * 3, causal=True)
         >>> p.q.shape, p.lead, p.scale == 1 / math.sqrt(8)
         ((12, 5, 8), (2, 6), True)
@@ -154,16 +248,17 @@ class Problem:
             heads, kv_heads = int(q.shape[-3]), int(k.shape[-3])
             if (heads == 0) != (kv_heads == 0) or (kv_heads and heads % kv_heads):
                 raise ValueError(f"k: {kv_heads} heads, must divide the {heads} heads of q")
+        held = 1.0 / math.sqrt(d) if scale is None else _check_number("scale", scale, MOST_SCALE)
         return Problem(
             q=q.reshape(math.prod(q.shape[:-2]), *q.shape[-2:]),
             k=k.reshape(math.prod(k.shape[:-2]), *k.shape[-2:]),
             v=v.reshape(math.prod(v.shape[:-2]), *v.shape[-2:]),
             lead=tuple(q.shape[:-2]),
             kv_lead=tuple(k.shape[:-2]),
-            scale=1.0 / math.sqrt(d) if scale is None else _check_number("scale", scale),
+            scale=held,
             causal=check_causal(causal),
             window=check_window(window),
-            softcap=None if softcap is None else _check_number("softcap", softcap),
+            softcap=None if softcap is None else _check_softcap(softcap, held),
         )
 
     @property
