@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from emulation.arguments import check_plain, echo
 from emulation.plan import Plan
-from emulation.problem import Array, Problem, Window, check_plain, echo, numpy_dtype
+from emulation.problem import Array, Problem, Window, numpy_dtype
 
 ALIGNMENT = 16
 LAYOUTS = ("bhnd", "bnhd")

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from emulation import oracle, rounding
+from emulation.arguments import check_flag, check_plain, check_progress, one_of
 from emulation.backward import (
     Gradients,
     Saved,
@@ -30,16 +31,7 @@ from emulation.contributions import EXPECTED_RESIDUAL, Attribution, assemble, wi
 from emulation.flash import Forward, arithmetic_of, constants, flash_rows, resolve_plan, row_blocks
 from emulation.formats import FLOAT32
 from emulation.plan import Numerics, Plan, default_plan
-from emulation.problem import (
-    DTYPES,
-    Array,
-    Problem,
-    check_flag,
-    check_plain,
-    check_progress,
-    dtype_name,
-    one_of,
-)
+from emulation.problem import DTYPES, Array, Problem, dtype_name
 from emulation.sources import SOURCES
 from emulation.standard import STATES, standard_rows
 from emulation.tracking import F64, Tracked, TrackingMachine
@@ -206,8 +198,8 @@ def _softcap_notes(problem: Problem, part: Attribution) -> tuple[str, ...]:
         return ()
     return (
         f"{part.output}: softcap is the largest source"
-        f"{'' if part.before_cast is None else ' before the output cast'}. tanh errs by up to 2^-21 "
-        f"however small a score is, so a softcap of {problem.softcap:g} moves scores by up to "
+        f"{'' if part.before_cast is None else ' before the output cast'}. tanh errs by up to "
+        f"2^-21 however small a score is, so a softcap of {problem.softcap:g} moves scores by up to "
         f"{problem.softcap * TANH:.1e}.",
     )
 
@@ -248,18 +240,17 @@ def attribute(
 
     q, k, v and options as in `flash`; NumPy arrays, finite, not empty. algorithm: "flash" (under
     plan or numerics) or "standard". state: the format kept between steps ("float32", the default,
-    "bfloat16", "float16"); a plan brings its own. against: the other algorithm, under the same state,
-    subtracted source by source.
-    dout (and dlse): also attribute the gradients. observed: somebody else's out, to be explained in
-    place of the emulated one, in a float or integer dtype and within float32's range; what the
-    emulation does not reproduce stays in the residual.
+    "bfloat16", "float16"); a plan brings its own. against: the other algorithm, under the same
+    state, subtracted source by source. dout (and dlse): also attribute the gradients. observed:
+    somebody else's out, to be explained in place of the emulated one, in a float or integer dtype
+    and within float32's range; what the emulation does not reproduce stays in the residual.
     through: in the gradients, errors that the forward left in LSE, O and a stored P count under the
     forward's sources rather than as "LSE", "O in delta" and "P from forward".
     progress(step, fraction) is called now and then. Returns the `Attribution` of out, with `parts`.
-    Its notes say where a residual is large and why, and where a softcap's tanh is the largest source
-    (it errs by up to softcap 2^-21, see `Problem.of`).
-    Raises TypeError or ValueError naming argument, value and rule, and OverflowError where the
-    algorithm leaves the range of its formats (half-precision state).
+    Its notes say where a residual is large and why, and where a softcap's tanh is the largest
+    source (it moves scores by up to softcap 2^-21, see `Problem.of`). Raises TypeError or
+    ValueError naming argument, value and rule, and OverflowError where the algorithm leaves the
+    range of its formats (half-precision state, or huge scores).
 
     Source: signed first-order attribution is CENA (Langlois 2001); the weights here are secants, so
     that the contributions close exactly (see `tracking`).
@@ -336,7 +327,7 @@ def _checked_observed(observed: Any, shape: tuple[int, ...]) -> F64:
         raise TypeError(f"observed: got {type(observed).__module__} array, must be NumPy's")
     # What is NaN or infinite stays so, with no warning; ml_dtypes go to float32 without one.
     half = dtype_name(observed.dtype) in DTYPES
-    wide = (observed.astype(np.float32) if half else observed).astype(np.float64)
+    wide: F64 = (observed.astype(np.float32) if half else observed).astype(np.float64)
     if wide.shape != shape:
         raise ValueError(f"observed: shape {wide.shape}, must be {shape}")
     bad = np.argwhere(~(np.abs(wide) < threshold(FLOAT32)))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from emulation import rounding
+from emulation.arguments import check_plain, check_progress
 from emulation.flash import (
     LOG2E,
     Constants,
@@ -31,7 +32,7 @@ from emulation.flash import (
 )
 from emulation.machine import Machine, Node
 from emulation.plan import Numerics, Plan
-from emulation.problem import Array, Problem, check_plain, check_progress, dtype_name, numpy_dtype
+from emulation.problem import Array, Problem, dtype_name, numpy_dtype
 from emulation.standard import standard_forward, standard_machine, warp_sum
 
 

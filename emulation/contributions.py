@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from emulation.arguments import echo
 from emulation.plan import Plan
-from emulation.problem import Array, echo
+from emulation.problem import Array
 from emulation.sources import GROUPS, SOURCES
 from emulation.tracking import F64
 
@@ -57,8 +58,8 @@ class Parts(dict[str, "Attribution"]):
 
     def __missing__(self, output: Any) -> Attribution:
         raise KeyError(
-            f"parts: no {echo(output)}, must be one of {', '.join(map(repr, self))} (gradients come "
-            "with dout)"
+            f"parts: no {echo(output)}, must be one of {', '.join(map(repr, self))} (gradients "
+            "come with dout)"
         )
 
 

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from emulation import rounding
+from emulation.arguments import check_progress
 from emulation.machine import Machine, Node
 from emulation.plan import Numerics, Plan, default_plan
-from emulation.problem import Array, Problem, check_progress, numpy_dtype
+from emulation.problem import Array, Problem, numpy_dtype
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from emulation.arguments import one_of
 from emulation.plan import Numerics, Plan
-from emulation.problem import Problem, one_of
+from emulation.problem import Problem
 
 _NUMERICS = Numerics(reference="row-max", row_sum="unrounded", delta="rounded")
 

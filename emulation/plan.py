@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from emulation import tensor_core
-from emulation.problem import Problem, check_problem, echo, one_of
+from emulation.arguments import echo, one_of
+from emulation.problem import Problem, check_problem
 
 #: Of every tile: far beyond any kernel's, and a tile of scores still fits in memory.
 LARGEST_TILE = 2**16
@@ -159,9 +160,9 @@ class Plan:
     tile_n: int = 128
     direction: Literal["right-to-left", "left-to-right"] = "right-to-left"
     #: x = fma(s, c, -r), or rn(rn(s c) - r). "guarded": fused, but unfused in rows where
-    #: |r| >= 2^24: rounding r = m c alone would move x by whole units, and 2^x could overflow. Of
-    #: the forward only. The backward subtracts LSE, always fused, and has no such guard: its rounded
-    #: LSE is as coarse, 2^x may overflow, and gradients of such rows may be NaN.
+    #: |r| >= 2^24: rounding r = m c alone would move x by whole units, and 2^x could overflow.
+    #: Of the forward only. The backward subtracts LSE, always fused, and has no such guard: LSE is
+    #: as coarse, 2^x may overflow there, and gradients of such rows may be NaN.
     score: Literal["guarded", "fused", "unfused"] = "guarded"
     #: Argument of alpha: rn(r_old - r_new) of the references, or rn(rn(m_old - m_new) c) of the
     #: maxima.

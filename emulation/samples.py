@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from emulation.problem import DTYPES, Array, check_count, numpy_dtype, one_of
+from emulation.arguments import check_count, one_of
+from emulation.problem import DTYPES, Array, numpy_dtype
 
 Triple = tuple[Array, Array, Array]
 

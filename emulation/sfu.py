@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from emulation import rounding
-from emulation.problem import check_plain
+from emulation.arguments import check_plain
 from emulation.rounding import Backend, fast_path, namespace, narrow
 
 NAN_BITS = 0x7FFFFFFF

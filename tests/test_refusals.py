@@ -16,11 +16,22 @@ from hypothesis import strategies as st
 
 import cuflash
 import emulation
-from emulation import BackwardPlan, Numerics, Plan, Problem, attribute, flash, oracle, sfu, shapley
+from emulation import (
+    BackwardPlan,
+    Numerics,
+    Plan,
+    Problem,
+    attribute,
+    flash,
+    oracle,
+    sfu,
+    shapley,
+    tensor_core,
+)
+from emulation.arguments import echo
 from emulation.bounds import backward_bound, forward_bound, standard_bound
 from emulation.oracle.large import float64_attention, float64_gradients
 from emulation.plan import default_plan
-from emulation.problem import echo
 from emulation.samples import capture, sample
 
 X = np.ones((4, 8), np.float16)
@@ -48,6 +59,7 @@ CHOICES: list[tuple[Call, dict[str, Any], tuple[str, ...]]] = [
     (sample, {"kind": "normal", "n": 4}, ("kind", "dtype")),
     (capture, {}, ("dtype",)),
     (cuflash.attention, QKV, ("layout",)),
+    (tensor_core.mma, {"a": X, "b": X}, ("arch",)),
 ]
 #: Calls and their array arguments.
 ARRAYS: list[tuple[Call, dict[str, Any]]] = [
@@ -66,6 +78,7 @@ ARRAYS: list[tuple[Call, dict[str, Any]]] = [
     (cuflash.attention, QKV | {"out": np.zeros_like(X)}),
     (cuflash.plan, QKV),
     (lambda **x: cuflash.attention_vjp(X, X, X)[1](**x), {"dout": X, "dlse": ROW}),
+    (lambda **x: tensor_core.mma(**x), {"a": X, "b": X, "c": np.zeros((4, 4), np.float32)}),
     (sfu.ex2, {"x": ROW}),
     (sfu.rcp, {"x": ROW}),
     (sfu.lg2, {"x": ROW}),
@@ -141,9 +154,9 @@ def test_plans_problems_and_numerics_are_what_they_say(junk: int) -> None:
         lambda: standard_bound(wrong),
         lambda: default_plan(wrong),
         lambda: float64_attention(wrong),
-        lambda: float64_gradients(wrong, X),
+        lambda: float64_gradients(wrong, X.astype(np.float64)),
     ):
-        with pytest.raises(TypeError, match="^problem: got .*, must be a Problem"):
+        with pytest.raises(TypeError, match=r"^problem: got .*, must be a Problem"):
             problem_call()
     for plan_call in (
         lambda: forward_bound(PROBLEM, wrong),
@@ -151,12 +164,12 @@ def test_plans_problems_and_numerics_are_what_they_say(junk: int) -> None:
         lambda: flash(X, X, X, plan=wrong),
         lambda: attribute(X, X, X, plan=wrong),
     ):
-        with pytest.raises(TypeError, match="^plan: got .*, must be a Plan"):
+        with pytest.raises(TypeError, match=r"^plan: got .*, must be a Plan"):
             plan_call()
     for call in (flash, attribute, shapley, cuflash.attention, cuflash.attention_vjp, cuflash.plan):
-        with pytest.raises((TypeError, ValueError), match="^numerics: "):
+        with pytest.raises((TypeError, ValueError), match=r"^numerics: "):
             call(X, X, X, numerics=wrong)
-    with pytest.raises(ValueError, match="^plan: unknown field 'warps', must be one of"):
+    with pytest.raises(ValueError, match=r"^plan: unknown field 'warps', must be one of"):
         default_plan(PROBLEM, warps=4)
 
 
@@ -165,11 +178,13 @@ def test_progress_and_flags(wrong: Any) -> None:
     with_progress = (flash, emulation.standard, attribute)
     with_gradients = (emulation.flash_vjp, emulation.standard_vjp)
     for call, more in (*((c, ()) for c in with_progress), *((c, (X,)) for c in with_gradients)):
-        with pytest.raises(TypeError, match="^progress: got .*, must be None or a function of two"):
+        with pytest.raises(
+            TypeError, match=r"^progress: got .*, must be None or a function of two"
+        ):
             call(X, X, X, *more, progress=wrong)
-    with pytest.raises(TypeError, match="^through: got .*, must be True or False"):
+    with pytest.raises(TypeError, match=r"^through: got .*, must be True or False"):
         attribute(X, X, X, dout=X, through=wrong)
-    with pytest.raises(TypeError, match="^return_lse: got .*, must be True or False"):
+    with pytest.raises(TypeError, match=r"^return_lse: got .*, must be True or False"):
         cuflash.attention(X, X, X, return_lse=wrong)
 
 
@@ -180,11 +195,14 @@ def test_attribute_refuses_what_nothing_follows(algorithm: str) -> None:
         attribute(X, X, X, algorithm=algorithm, against=algorithm)
     for call in (attribute, shapley):
         if algorithm == "standard":
-            for name, given_ in (("plan", PLAN), ("numerics", {"p": "split"})):
+            useless: dict[str, Any] = {"plan": PLAN, "numerics": {"p": "split"}}
+            for name, given_ in useless.items():
                 with pytest.raises(ValueError, match=f"^{name}: given for standard attention, mus"):
-                    call(X, X, X, algorithm=algorithm, **{name: given_})
+                    call(**QKV, algorithm=algorithm, **{name: given_})
         else:
-            with pytest.raises(ValueError, match="^state: got 'float16', must be 'bfloat16' like p"):
+            with pytest.raises(
+                ValueError, match=r"^state: got 'float16', must be 'bfloat16' like p"
+            ):
                 call(X, X, X, plan=half, state="float16")
             call(X, X, X, plan=half, state="bfloat16")
 
@@ -199,12 +217,12 @@ def test_a_plan_brings_its_state_to_both_sides() -> None:
 def test_shapley_has_no_other_arguments() -> None:
     for name in ("dout", "against", "foo"):
         with pytest.raises(TypeError, match=rf"shapley\(\) got an unexpected .* '{name}'"):
-            shapley(X, X, X, **{name: None})
+            shapley(**QKV | {name: None})
 
 
 def test_a_missing_part_is_named() -> None:
     found = attribute(X, X, X)
-    with pytest.raises(KeyError, match="parts: no 'dq', must be one of 'out', 'lse' .*dout"):
+    with pytest.raises(KeyError, match=r"parts: no 'dq', must be one of 'out', 'lse' .*dout"):
         found.parts["dq"]
     assert "dq" not in found.parts
     assert (found - attribute(X, X, X, algorithm="standard")).parts.keys() == {"out", "lse"}
@@ -246,7 +264,9 @@ def test_observed_is_finite_in_float32(value: float, at: int) -> None:
 @pytest.mark.parametrize("dtype", ["complex64", "complex128", "object", "U3", "bool", "longdouble"])
 def test_observed_is_of_real_numbers(dtype: str) -> None:
     seen = np.ones((4, 8), dtype)
-    with pytest.raises(TypeError, match="^observed: dtype .*, must be an array of float16, bfloat"):
+    with pytest.raises(
+        TypeError, match=r"^observed: dtype .*, must be an array of float16, bfloat"
+    ):
         attribute(X, X, X, observed=seen)
 
 
@@ -257,19 +277,19 @@ def test_observed_is_of_real_numbers(dtype: str) -> None:
 def test_powers_of_two_outside_their_range(exponent: int, name: str) -> None:
     most = 127 if name == "scale" else 16
     if -126 <= exponent <= most:
-        made = Problem.of(X, X, X, **{name: 2.0**exponent})  # type: ignore[arg-type]
+        made = Problem.of(**QKV | {name: 2.0**exponent})
         assert getattr(made, name) == 2.0**exponent
     else:
         rule = f"{name}: got {2.0**exponent!r}, must be 2**-126 to 2**{most}, finite and normal in"
         with pytest.raises(ValueError, match=re.escape(rule)):
-            cuflash.attention(X, X, X, **{name: 2.0**exponent})
+            cuflash.attention(**QKV | {name: 2.0**exponent})
 
 
 @pytest.mark.parametrize("name", ["scale", "softcap"])
 @pytest.mark.parametrize("digits", [50, 400, 5000])
 def test_long_numbers_are_named_in_short(name: str, digits: int) -> None:
     with pytest.raises(ValueError, match=f"^{name}: got .*, must be ") as caught:
-        Problem.of(X, X, X, **{name: 10**digits})  # type: ignore[arg-type]
+        Problem.of(**QKV | {name: 10**digits})
     assert len(str(caught.value)) < 160
 
 

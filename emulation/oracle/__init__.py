@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from emulation.arguments import check_count, one_of
 from emulation.oracle import large, readable
 from emulation.oracle.large import float64_attention, float64_gradients
 from emulation.oracle.result import (
@@ -26,7 +27,7 @@ from emulation.oracle.result import (
     check_rows,
     refuse_nonfinite,
 )
-from emulation.problem import Causal, Problem, Window, check_count, one_of
+from emulation.problem import Causal, Problem, Window
 
 __all__ = [
     "Exact",

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from emulation.problem import Array, Problem, check_plain, check_problem, dtype_name
+from emulation.arguments import check_plain
+from emulation.problem import Array, Problem, check_problem, dtype_name
 
 Floats = NDArray[np.float64]
 Index = NDArray[np.int64]
