@@ -199,8 +199,8 @@ def _softcap_notes(problem: Problem, part: Attribution) -> tuple[str, ...]:
     return (
         f"{part.output}: softcap is the largest source"
         f"{'' if part.before_cast is None else ' before the output cast'}. tanh errs by up to "
-        f"2^-21 however small a score is, so a softcap of {problem.softcap:g} moves scores by up to "
-        f"{problem.softcap * TANH:.1e}.",
+        f"2^-21 however small a score is, so a softcap of {problem.softcap:g} moves scores by up "
+        f"to {problem.softcap * TANH:.1e}.",
     )
 
 
