@@ -57,12 +57,14 @@ def check_progress(progress: Any) -> None:
 
 def check_plain(name: str, x: Any, rule: str = "an array") -> None:
     """TypeError unless x is an array that holds nothing but numbers in this machine's byte order:
-    no list, and no subclass of NumPy's, whose masks, units or products would be dropped.
+    no list, and no subclass of NumPy's, whose masks, units or products would be dropped (a memmap
+    has none).
     """
     kind = type(x)
     if not hasattr(x, "ndim") or not hasattr(x, "dtype") or isinstance(x, np.generic):
         raise TypeError(f"{name}: got {kind.__name__}, must be {rule}")
-    if kind is not np.ndarray and isinstance(x, np.ndarray) and kind.__module__ != "cupy":
+    plain = kind in (np.ndarray, np.memmap)
+    if not plain and isinstance(x, np.ndarray) and kind.__module__ != "cupy":
         raise TypeError(
             f"{name}: got {kind.__module__}.{kind.__qualname__}, must be a plain NumPy array, not "
             "a subclass (np.asarray makes one)"

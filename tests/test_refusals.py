@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
@@ -112,6 +113,15 @@ def test_arrays_are_plain(entry: int, disguise: str) -> None:
     for name, x in arrays.items():
         with pytest.raises(TypeError, match=f"^{name}: (got )?{message}"):
             call(**arrays | {name: make(x)})
+
+
+def test_files_mapped_into_memory_are_arrays(tmp_path: Path) -> None:
+    q, k, v = sample("normal", n=20, d=16)
+    for name, x in {"q": q, "k": k, "v": v}.items():
+        np.save(tmp_path / f"{name}.npy", x)
+    mapped = [np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in "qkv"]
+    assert cuflash.attention(*mapped).tobytes() == cuflash.attention(q, k, v).tobytes()
+    assert emulation.attribute(*mapped).verdict() == emulation.attribute(q, k, v).verdict()
 
 
 @pytest.mark.parametrize("entry", range(len(ARRAYS)))
