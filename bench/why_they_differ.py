@@ -82,7 +82,13 @@ def _rescale(r: ClaimResult) -> str:
     half_least = min(c["top_rms"] / c["rescale_rms"] for c in half if c["rescale_rms"])
     half_share = max(abs(c["rescale_share"]) for c in half)
     small, large = min(c["n"] for c in wide), max(c["n"] for c in wide)
-    supported(power["float16"] < least_normal(), "in fp16 only subnormals round")
+    # Exact but for results below fp16's smallest normal number, 2^-14: nothing else can round.
+    small_half = (
+        f"In fp16 state it still contributes up to {figure(power['float16'])}: there a rescaled "
+        "value can fall below 2⁻¹⁴ and lose bits as a subnormal."
+        if power["float16"]
+        else "In fp16 state, too, as far as no value became a subnormal."
+    )
     told = ""
     if f["kernels"]:
         bits = sum(k["differing_bits"] for k in f["kernels"])
@@ -106,15 +112,9 @@ def _rescale(r: ClaimResult) -> str:
         f"it, and at most {percent(half_share)} of the whole difference. Rescaling is the largest "
         f"source in none of {len(f['cells'])} cases, forward or backward.\n\n"
         "It can be switched off. With the reference rounded up to a power of two every factor is "
-        "exact, and rescaling contributes exactly 0 in fp32 and bf16 state. In fp16 state it still "
-        f"contributes up to {figure(power['float16'])}: there a rescaled value can fall below 2⁻¹⁴ "
-        f"and lose its last bits as a subnormal.{told}"
+        "exact, and rescaling contributes exactly 0 in fp32 and bf16 state. "
+        f"{small_half}{told}"
     )
-
-
-def least_normal() -> float:
-    """Smallest normal number of fp16."""
-    return 2.0**-14
 
 
 def _heads(cells: list[Any]) -> str:

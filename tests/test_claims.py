@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from emulation.claims import MODULES, claims, page
+from emulation.claims import MODULES, Settings, claims, page
 from emulation.claims.c03_trace import TOLERANCE
 from emulation.claims.c06_bits import FLASH, ORDER, SAME, STANDARD
 from emulation.claims.c10_training import CONTROL, EXACT, FORKED, OTHER_BATCHES
 from emulation.claims.c11_bias import BARE
 from emulation.claims.c12_delta import SOURCE
 from emulation.claims.claim import Verdict
+from emulation.claims.inputs import captures, heads, shown
 from emulation.claims.statistics import equivalent, student
 from tests.claims_runs import SETTINGS, figures, tiny
 
@@ -246,6 +249,22 @@ def test_without_pytorch_training_is_not_measured(monkeypatch: pytest.MonkeyPatc
     assert result.missing == ["all of it (needs PyTorch: python -m pip install '.[torch]')"]
     assert "**not measured**" in page.to_markdown([result])
     assert "not measured" in page.to_html([result], machine={}, command="c")
+
+
+def test_every_head_of_a_folder_is_measured_once(tmp_path: Path) -> None:
+    """The bundled head is not measured again as a head of the capture that it is cut from."""
+    for name, count in (("other-n8", 3), ("smollm2-135m-layer14-n2048", 9)):
+        x = np.zeros((count, 8, 4), np.float16)
+        np.savez(tmp_path / f"{name}.npz", q=x, k=x, v=x)
+    names = {f"{p.stem}.npz": {"causal": True} for p in tmp_path.glob("*.npz")}
+    (tmp_path / "manifest.json").write_text(json.dumps(names))
+    found = captures(str(tmp_path))
+    assert len(found) == len(set(found)) == 12
+    assert heads(shown(kind) for kind in found) == "12 heads of 2 captures"
+    full = Settings("full", data=str(tmp_path))
+    for number in (4, 7, 8, 12):
+        kinds = {t.arguments["kind"] for t in claims([number])[0].tasks(full)}
+        assert set(found) <= kinds
 
 
 def test_parts_that_need_a_gpu_are_said_to_be_missing() -> None:
