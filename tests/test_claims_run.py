@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import re
@@ -19,7 +20,7 @@ import pytest
 from cuflash import cli
 from emulation.claims import Settings, claims, measure, tasks
 from emulation.claims.claim import task
-from emulation.claims.tasks import Outcome, Task, run_tasks
+from emulation.claims.tasks import Outcome, Task, reach, run_tasks
 
 ROOT = Path(__file__).parent.parent
 CHOSEN = [2, 3, 5]
@@ -175,6 +176,14 @@ def test_wrong_arguments(
     said = capsys.readouterr().err
     assert said.startswith(f"cuflash: {message}")
     assert said.count("\n") == 1
+
+
+def test_a_failed_connection_leaves_no_client_to_be_collected() -> None:
+    distributed = pytest.importorskip("distributed")
+    for address in ("nonsense", "no://x:1", "tcp://127.0.0.1:1"):
+        with pytest.raises((OSError, ValueError)):
+            reach(address)
+        assert not [x for x in gc.get_objects() if isinstance(x, distributed.Client)]
 
 
 def test_a_device_behind_a_name_is_refused(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import hashlib
 import importlib
 import json
@@ -290,4 +291,15 @@ def _client(address: str) -> Any:
         distributed: Any = importlib.import_module("distributed")
     except ImportError as error:
         raise ImportError(f"needs dask: {install('claims')}") from error
-    return distributed.Client(address, set_as_default=True, timeout=CONNECT_SECONDS)
+    try:
+        return distributed.Client(address, set_as_default=True, timeout=CONNECT_SECONDS)
+    except Exception as error:
+        failed = error
+    # A half-made client is closed when it is collected, and a collection while another one starts
+    # would wait for that one's lock for ever. So it goes here, once no traceback holds it.
+    link: BaseException | None = failed
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    gc.collect()
+    raise failed
