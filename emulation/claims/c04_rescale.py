@@ -23,7 +23,16 @@ from emulation import (
     standard,
 )
 from emulation.claims import gpu
-from emulation.claims.claim import Claim, Figures, Plot, Verdict, listed, no_gpu, task
+from emulation.claims.claim import (
+    Claim,
+    Figures,
+    Plot,
+    Verdict,
+    cells_and_kernels,
+    listed,
+    no_gpu,
+    task,
+)
 from emulation.claims.inputs import BUNDLED, captures, heads, make, shown
 from emulation.claims.settings import Settings
 from emulation.claims.statistics import rms
@@ -155,8 +164,8 @@ def _task(
 
 
 def _gather(values: Mapping[str, Any]) -> Figures:
-    runs = [value for name, value in values.items() if not name.startswith("kernel ")]
-    kernels = [value for name, value in values.items() if name.startswith("kernel ")]
+    found = cells_and_kernels(values)
+    runs, kernels = found["cells"], found["kernels"]
     cells = []
     for run in runs:
         for output, part in run["outputs"].items():

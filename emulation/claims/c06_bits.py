@@ -6,14 +6,13 @@ or in nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from emulation import Numerics, Problem, default_plan
 from emulation.claims import gpu
-from emulation.claims.claim import Claim, Figures, Plot, Verdict, no_gpu, task
+from emulation.claims.claim import Claim, Figures, Plot, Verdict, cells_and_kernels, no_gpu, task
 from emulation.claims.inputs import BUNDLED, make
 from emulation.claims.settings import Settings
 from emulation.claims.tasks import Task
@@ -95,13 +94,6 @@ def _tasks(settings: Settings) -> list[Task]:
     return found
 
 
-def _gather(values: Mapping[str, Any]) -> Figures:
-    return {
-        "cells": [v for name, v in values.items() if not name.startswith("kernel ")],
-        "kernels": [v for name, v in values.items() if name.startswith("kernel ")],
-    }
-
-
 def _judge(figures: Figures) -> Verdict:
     cells = figures["cells"]
     same = min(c["pairs"][SAME]["before"] for c in cells)
@@ -172,7 +164,7 @@ CLAIM = Claim(
     "and standard/standard agree wholly on no input; holds if, when they do only below some N.",
     setting=lambda s: "64 rows, all keys, D = 64; fp16 and bf16; normal and real inputs",
     tasks=_tasks,
-    gather=_gather,
+    gather=cells_and_kernels,
     judge=_judge,
     tabulate=_tabulate,
     draw=_draw,

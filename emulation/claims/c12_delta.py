@@ -5,12 +5,21 @@ Random inputs hide it. The remedy: the forward also keeps what O lost in roundin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from emulation import Numerics, attribute, oracle
 from emulation.claims import gpu
-from emulation.claims.claim import Claim, Figures, Plot, Verdict, listed, no_gpu, task
+from emulation.claims.claim import (
+    Claim,
+    Figures,
+    Plot,
+    Verdict,
+    cells_and_kernels,
+    listed,
+    no_gpu,
+    task,
+)
 from emulation.claims.inputs import BUNDLED, captures, heads, make, shown
 from emulation.claims.settings import Settings
 from emulation.claims.statistics import rms
@@ -78,13 +87,6 @@ def _tasks(settings: Settings) -> list[Task]:
                 given["kernels"] = settings.kernels
                 found.append(task(12, f"kernel {shown(kind)}", on_gpu, gpu=True, **given))
     return found
-
-
-def _gather(values: Mapping[str, Any]) -> Figures:
-    return {
-        "cells": [v for name, v in values.items() if not name.startswith("kernel ")],
-        "kernels": [v for name, v in values.items() if name.startswith("kernel ")],
-    }
 
 
 def _judge(figures: Figures) -> Verdict:
@@ -186,7 +188,7 @@ CLAIM = Claim(
     "when it is the largest on some real inputs.",
     setting=lambda s: "whole problems, dO normal, bf16 and fp16, fp32 state",
     tasks=_tasks,
-    gather=_gather,
+    gather=cells_and_kernels,
     judge=_judge,
     tabulate=_tabulate,
     draw=_draw,

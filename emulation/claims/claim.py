@@ -115,6 +115,15 @@ class Claim:
         )
 
 
+def cells_and_kernels(values: Mapping[str, Any]) -> Figures:
+    """Outcomes of the emulator's tasks, and of those whose names begin with "kernel "."""
+    kernels = {name for name in values if name.startswith("kernel ")}
+    return {
+        "cells": [v for name, v in values.items() if name not in kernels],
+        "kernels": [v for name, v in values.items() if name in kernels],
+    }
+
+
 def no_gpu(settings: Settings) -> list[str]:
     """The kernels, as a missing part, where no GPU is used."""
     return [] if settings.gpu else ["the kernels themselves (needs --full and a GPU)"]
