@@ -60,7 +60,7 @@ def groups():
     L.append(case("d128 static one key tile", n=250, d=128, heads=64, batch=16, repeat=50, schedule=base(128, masked=False, cl=2), causal=True))
     G["many"] = L
     L = []  # four warpgroups, 64 keys
-    for nm in ({}, {"row_sum": "unrounded"}, {"reference": "stale"}):
+    for nm in ({}, {"row_sum": "rounded"}, {"reference": "stale", "row_sum": "rounded"}):
         for o in ({}, {"causal": True}, {"window": (100, 30)}):
             s = base(64, masked=bool(o), warpgroups=4, stages=3)
             L.append(case(f"{nm} {o}", n=700, d=64, heads=3, tile=64, schedule=s, numerics=nm, **o))
@@ -80,7 +80,7 @@ def groups():
                   for d, dv in ((8, 8), (80, 80), (40, 72), (64, 128), (192, 128), (16, 256), (96, 96), (192, 192))]
     L = []
     for d in (64, 128, 256):
-        for nm in ({"reference": "power-of-two"}, {"reference": "stale"}, {"reference": "stale", "row_sum": "unrounded"}, {"out": "float32"}):
+        for nm in ({"reference": "power-of-two", "row_sum": "rounded"}, {"reference": "stale"}, {"reference": "stale", "row_sum": "rounded"}, {"out": "float32"}):
             for kind in ("normal", "outlier", "rising", "peaked", "huge", "tied-max"):
                 for dt in ("bfloat16", "float16"):
                     L.append(case(f"{nm} {kind} {dt} d{d}", n=200, n_k=333, d=d, heads=1, kind=kind, dtype=dt, numerics=nm, causal=kind != "normal"))
@@ -232,7 +232,7 @@ def warm():
     import emulation
     from emulation.samples import sample
     for dt in ("bfloat16", "float16"):
-        for nm in ({}, {"reference": "stale"}, {"out": "float32"}, {"reference": "power-of-two", "row_sum": "unrounded"}):
+        for nm in ({}, {"row_sum": "rounded"}, {"reference": "stale"}, {"out": "float32"}, {"reference": "power-of-two", "row_sum": "rounded"}):
             for o in ({}, {"causal": True}, {"softcap": 3.0}):
                 q, k, v = sample("normal", n=150, d=64, heads=1, dtype=dt)
                 emulation.flash(q, k, v, plan=Plan(format=dt, tile_n=128, numerics=Numerics(**nm)), **o)
@@ -293,8 +293,8 @@ def correct(names, limit=95.0, workers=14, stuck=25.0):
 
 
 # -- Speed -------------------------------------------------------------------------------
-UN, RO = {"row_sum": "unrounded"}, {}
-STALE, STALE_UN = {"reference": "stale"}, {"reference": "stale", "row_sum": "unrounded"}
+UN, RO = {}, {"row_sum": "rounded"}
+STALE, STALE_UN = {"reference": "stale", "row_sum": "rounded"}, {"reference": "stale"}
 
 
 def variants(d, causal):

@@ -2,9 +2,10 @@
 # The standing GPU run: tests that need a GPU, the recorded bits, the count of bits, memory, host
 # time, the sanitizer, speed. Results go to bench/results/.
 #
-#     bash bench/gpu.sh [tests|golden|bits|memory|host|sanitizer|speed ...]     (all without an argument)
+#     bash bench/gpu.sh [tests|golden|bits|memory|host|sanitizer|speed|claims ...]
 #
-# CUFLASH_CAPTURES names a folder of captures for the count of bits.
+# Without an argument all but claims. CUFLASH_CAPTURES names a folder of captures for the count of
+# bits and for the claims.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
@@ -62,6 +63,12 @@ sanitizer() {
 
 speed() {
   python3 -W ignore bench/sm80_forward.py && python3 -W ignore bench/sm80_backward.py
+}
+
+claims() {
+  # Every claim at the published size; bench/results/claims.json is what docs/why-they-differ.md is made of.
+  python3 -W ignore -m cuflash claims --full ${CUFLASH_CAPTURES:+--data "$CUFLASH_CAPTURES"} \
+    -o "${RESULTS:-bench/results}/claims.html"
 }
 
 {

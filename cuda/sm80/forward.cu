@@ -1,7 +1,6 @@
 // Forward attention for any GPU since Ampere: mma.sync, cp.async, ldmatrix. One CTA of four warps
 // takes kBlockM rows of one head and walks the tiles of keys from right to left; two CTAs share a
-// multiprocessor. A step multiplies twice in a row (O += P V of a tile, S of the next one), then
-// turns S into P. The arithmetic is that of emulation/flash.py.
+// multiprocessor. The arithmetic is that of emulation/flash.py.
 #include "tile/band.cuh"
 #include "tile/layout.cuh"
 #include "tile/nonfinite.cuh"
@@ -320,42 +319,24 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
     load_k(tile_end - 1);
+    if constexpr (S::kStages == 2) load_v(tile_end - 1);
 
-    float alpha[kRows];
 #pragma unroll 1
-    for (i32 tile = tile_end; tile >= tile_begin; --tile) {
-      // O += P V of `tile`, of which the softmax is done, and S of `next`.
-      const i32 next = tile - 1;
+    for (i32 tile = tile_end - 1; tile >= tile_begin; --tile) {
+      synchronise();
       if constexpr (S::kStages == 2) {
+        load_k(tile - 1);
+        load_v(tile - 1);
+        capped_scores(s, tile);
+      } else {
+        load_v(tile);
+        capped_scores(s, tile);
         synchronise();
-        load_k(next - 1);
-        load_v(next);
-      }
-      if (tile < tile_end) {
-        if (__builtin_expect(careful && (tile < full_begin || tile >= full_end), 0)) {
-          char* bytes = shared + (v_tiles - q_tile) + (tile & (S::kStages - 1)) * S::V::kBytes;
-          if (zero_nonfinite<Half, typename S::V, kThreads>(bytes)) *found = 1;
-          __syncthreads();
-        }
-        const u32 v_tile = v_lane + (tile & (S::kStages - 1)) * S::V::kBytes;
-        if constexpr (A::kPromoted) {
-          accumulate_promoted<S, A>(o, w, alpha, s, v_tile);
-        } else {
-          accumulate<S, A>(o, w, s, v_tile);
-        }
-      }
-      if (next < tile_begin) break;
-      if constexpr (S::kStages == 1) {
-        synchronise();
-        load_v(next);
-      }
-      capped_scores(s, next);
-      if constexpr (S::kStages == 1) {
-        synchronise();
-        load_k(next - 1);
+        load_k(tile - 1);
       }
 
-      mask(s, next);
+      mask(s, tile);
+      float alpha[kRows];
       softmax<A>(state, s, alpha, params.c, params.stale_limit);
       if constexpr (!A::kPromoted) {
 #pragma unroll
@@ -369,6 +350,18 @@ __global__ void __launch_bounds__(kThreads, 1)
           }
           w[i][0] = __fmul_rn(w[i][0], alpha[i]);
         }
+      }
+
+      if (careful && (tile < full_begin || tile >= full_end)) {
+        char* bytes = shared + (v_tiles - q_tile) + (tile & (S::kStages - 1)) * S::V::kBytes;
+        if (zero_nonfinite<Half, typename S::V, kThreads>(bytes)) *found = 1;
+        __syncthreads();
+      }
+      const u32 v_tile = v_lane + (tile & (S::kStages - 1)) * S::V::kBytes;
+      if constexpr (A::kPromoted) {
+        accumulate_promoted<S, A>(o, w, alpha, s, v_tile);
+      } else {
+        accumulate<S, A>(o, w, s, v_tile);
       }
     }
 
