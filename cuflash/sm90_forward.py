@@ -108,20 +108,21 @@ def shared_bytes(plan: Plan, d: int, d_v: int, schedule: Schedule) -> int:
 def schedule_of(problem: Problem, plan: Plan) -> Schedule:
     """The schedule for a problem.
 
-    Two CTAs of a cluster share every tile of K and V, which saves power where there is much to
-    share. Under a mask work is handed out as CTAs become free. Registers hold three warpgroups'
-    S, P and O only where O is narrow, and not beside the arithmetic of softcap.
+    Two CTAs of a cluster share every tile of K and V where that pays: many rows of equal length at
+    D 128. Under a mask work is handed out as CTAs become free. Registers hold three warpgroups' S, P
+    and O only where O is narrow, and not beside the arithmetic of softcap. Warpgroups take turns at
+    the tensor cores unless tiles are so wide, or shared so, that they fall into step by themselves.
     """
     width = max(width_of(problem.d), width_of(problem.d_v))
     masked = is_masked(problem)
-    share = width > 64 and problem.n_q > (2048 if masked else 512)
+    share = 64 < width <= 128 and problem.n_q > 2048 and not masked
     schedule = Schedule(
         warpgroups=3 if width == 64 and problem.softcap is None else 2,
         cluster=2 if share else 1,
         stages=2,
         q_stages=2,
         dynamic=masked,
-        ping_pong=width < 192,
+        ping_pong=width < 192 and not share,
     )
     if shared_bytes(plan, problem.d, problem.d_v, schedule) > SHARED_BYTES:
         schedule = dataclasses.replace(schedule, q_stages=1)
