@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend
 import cuflash
 from bench.common import gpu, write
 from bench.sm80_backward import gradient_of_torch
-from bench.sm80_forward import COLUMNS, TOKENS, called_torch, captured_cupy, interleaved
+from bench.timing import Cell, called_torch, captured_cupy, cells, interleaved
 
 
 def fa3() -> Callable[..., Any] | None:
@@ -45,20 +45,20 @@ def gradient_of_fa3(
     return lambda: torch.autograd.grad(out, inputs, turned[3], retain_graph=True)
 
 
-def measure(d: int, n: int, causal: bool, rounds: int) -> dict[str, Any]:
+def measure(cell: Cell, rounds: int) -> dict[str, Any]:
     """TFLOP/s of every kernel at one size."""
-    batch, heads = TOKENS // n, COLUMNS // d
-    shape = (batch, heads, n, d)
-    q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    q, k, v, dout = cell.drawn(4)
     ours = [cupy.from_dlpack(x) for x in (q, k, v)]
-    _, vjp = cuflash.attention_vjp(*ours, causal=causal)
-    gradient = cupy.from_dlpack(dout)
-    peer = gradient_of_torch(q, k, v, dout, causal, SDPBackend.CUDNN_ATTENTION)
-    runs = {"cuflash": captured_cupy(lambda: vjp(gradient)), "cudnn": called_torch(peer)}
+    _, vjp = cuflash.attention_vjp(*ours, causal=cell.causal)
+    gradient, flop = cupy.from_dlpack(dout), 2.5 * cell.flop
+    peer = gradient_of_torch(q, k, v, dout, cell.causal, SDPBackend.CUDNN_ATTENTION)
+    runs = {
+        "cuflash": captured_cupy(lambda: vjp(gradient), flop),
+        "cudnn": called_torch(peer, flop),
+    }
     flash = fa3()
     if flash is not None:
-        runs["fa3"] = called_torch(gradient_of_fa3(flash, q, k, v, dout, causal))
-    flop = 10 * batch * heads * n * n * d / (2 if causal else 1)
+        runs["fa3"] = called_torch(gradient_of_fa3(flash, q, k, v, dout, cell.causal), flop)
     return interleaved(runs, flop, rounds)
 
 
@@ -69,15 +69,12 @@ def main() -> None:
     parser.add_argument("--n", type=int, nargs="+", default=[1024, 4096, 16384])
     given = parser.parse_args()
     figures = {}
-    for d in given.d:
-        for n in given.n:
-            for causal in (False, True):
-                name = f"D={d} N={n} {'causal' if causal else 'full'}"
-                row = figures[name] = measure(d, n, causal, given.rounds)
-                speeds = {kernel: x["median"] for kernel, x in row.items()}
-                best = max(x for kernel, x in speeds.items() if kernel != "cuflash")
-                text = "  ".join(f"{kernel} {x:6.1f}" for kernel, x in speeds.items())
-                print(f"{name:24} {text}  {speeds['cuflash'] / best:.3f} of the best peer")
+    for cell in cells(given.d, given.n):
+        row = figures[cell.name] = measure(cell, given.rounds)
+        speeds = {kernel: x["median"] for kernel, x in row.items()}
+        best = max(x for kernel, x in speeds.items() if kernel != "cuflash")
+        text = "  ".join(f"{kernel} {x:6.1f}" for kernel, x in speeds.items())
+        print(f"{cell.name:24} {text}  {speeds['cuflash'] / best:.3f} of the best peer", flush=True)
     print(write("sm90_backward", figures, extra=gpu()))
 
 

@@ -109,9 +109,9 @@ def schedule_of(problem: Problem, plan: Plan) -> Schedule:
     """The schedule for a problem.
 
     Two CTAs of a cluster share every tile of K and V where that pays: many rows of equal length at
-    D 128. Under a mask work is handed out as CTAs become free. Registers hold three warpgroups' S, P
-    and O only where O is narrow, and not beside the arithmetic of softcap. Warpgroups take turns at
-    the tensor cores unless tiles are so wide, or shared so, that they fall into step by themselves.
+    D 128. Under a mask work is handed out as CTAs become free. Registers hold three warpgroups' S,
+    P and O only where O is narrow, and not beside the arithmetic of softcap. Warpgroups take turns
+    at the tensor cores unless tiles are so wide, or shared so, that they fall into step.
     """
     width = max(width_of(problem.d), width_of(problem.d_v))
     masked = is_masked(problem)
