@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,8 +19,8 @@ from emulation.plan import Plan
 INT_MAX = 2**31 - 1
 THREADS = 128
 
-#: Rows of a CTA by padded head dimension: what O, S and one row of state leave in 255 registers.
-BLOCK_M = {128: 128, 256: 64}
+#: Rows of a CTA and its warpgroups, by padded head dimension.
+BLOCK_M = {128: (256, 2), 256: (128, 2)}
 
 #: The fields of a Plan that these kernels fix, and how.
 FIXED: dict[str, Any] = {
@@ -88,25 +89,27 @@ def arithmetic(plan: Plan) -> str:
     )
 
 
-def block_m(width: int) -> int:
-    """Rows of a CTA for a padded head dimension."""
+def block_m(width: int) -> tuple[int, int]:
+    """Rows of a CTA and its warpgroups for a padded head dimension."""
     return next(m for d, m in BLOCK_M.items() if width <= d)
 
 
 def forward_instantiation(plan: Plan, d: int, d_v: int, softcap: bool) -> Instantiation:
     """The forward kernel of a Plan for these head dimensions."""
     width = max(padded(d), padded(d_v))
-    sizes = f"{padded(d)},{padded(d_v)},{block_m(width)},{plan.tile_n}"
+    rows, stages = block_m(width)
+    sizes = f"{padded(d)},{padded(d_v)},{rows},{plan.tile_n},{stages}"
     shape = f"cuflash::{HALVES[plan.format]},{sizes}"
     out = flag(plan.numerics.out == "float32")
     name = f"cuflash::sm80::Shape<{shape}>,{arithmetic(plan)},{flag(softcap)},{out}"
-    return Instantiation("sm80/forward.cu", f"cuflash::sm80::forward<{name}>")
+    return Instantiation("sm80/forward.cu", f"cuflash::sm80::forward<{name}>", tuple(os.environ.get("TUNE","").split()))
 
 
 def forward_shared_bytes(plan: Plan, d: int, d_v: int) -> int:
     """Dynamic shared memory of the forward: padded Q, K and V."""
     d, d_v, n = padded(d), padded(d_v), plan.tile_n
-    return 2 * ((block_m(max(d, d_v)) + n) * (d + 8) + n * (d_v + 8))
+    rows, stages = block_m(max(d, d_v))
+    return 2 * ((rows + stages * n) * (d + 8) + stages * n * (d_v + 8))
 
 
 def target() -> str:
@@ -130,13 +133,17 @@ def band_of(problem: GpuProblem) -> tuple[int, int, int, int, int]:
 
 
 def launch(
-    instantiation: Instantiation, grid: int, shared: int, params: np.ndarray[Any, Any]
+    instantiation: Instantiation,
+    grid: int,
+    threads: int,
+    shared: int,
+    params: np.ndarray[Any, Any],
 ) -> None:
     """One kernel on the current stream, its parameters as one struct."""
     kernel = load(compile_kernel(*instantiation[:2], target(), instantiation.options))
     if shared > 48 * 1024:
         kernel.max_dynamic_shared_size_bytes = shared
-    kernel((grid,), (THREADS,), (params,), shared_mem=shared)
+    kernel((grid,), (threads,), (params,), shared_mem=shared)
 
 
 def forward(problem: GpuProblem, plan: Plan, out: Any, lse: Any, rest: Any | None) -> None:
@@ -155,12 +162,12 @@ def forward(problem: GpuProblem, plan: Plan, out: Any, lse: Any, rest: Any | Non
     params["c"] = const.c
     params["cap"] = 0 if const.softcap is None else const.softcap
     params["stale_limit"] = 2.0**plan.stale_limit
-    rows = block_m(max(padded(problem.d), padded(problem.d_v)))
+    rows, _ = block_m(max(padded(problem.d), padded(problem.d_v)))
     grid = -(-problem.n_q // rows) * problem.batch * problem.heads
     instantiation = forward_instantiation(
         plan, problem.d, problem.d_v, softcap=problem.softcap is not None
     )
-    launch(instantiation, grid, forward_shared_bytes(plan, problem.d, problem.d_v), params)
+    launch(instantiation, grid, THREADS, forward_shared_bytes(plan, problem.d, problem.d_v), params)
 
 
 def instantiations() -> Iterable[Instantiation]:

@@ -6,8 +6,8 @@
 
 namespace cuflash::ptx {
 
-__device__ __forceinline__ i32 thread_index() {
-  i32 t;
+__device__ __forceinline__ u32 thread_index() {
+  u32 t;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t)::"memory");
   return t;
 }
@@ -17,5 +17,8 @@ __device__ __forceinline__ i32 block_index() {
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(b)::"memory");
   return b;
 }
+
+// x, hidden from the compiler: it keeps the value instead of computing it again where it is used.
+__device__ __forceinline__ u32 kept(u32 x) { return __shfl_xor_sync(0xffffffffu, x, 0); }
 
 }  // namespace cuflash::ptx

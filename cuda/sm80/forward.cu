@@ -1,6 +1,6 @@
 // Forward attention for any GPU since Ampere: mma.sync, cp.async, ldmatrix. One CTA of four warps
-// takes kBlockM rows of one head; all of them walk the tiles of keys from right to left. The
-// arithmetic is that of emulation/flash.py.
+// takes kBlockM rows of one head and walks the tiles of keys from right to left; two CTAs share a
+// multiprocessor. The arithmetic is that of emulation/flash.py.
 #include "tile/band.cuh"
 #include "tile/layout.cuh"
 #include "tile/nonfinite.cuh"
@@ -32,24 +32,27 @@ __device__ __forceinline__ i64 offset(const Strides& s, i32 batch, i32 head, i32
 
 constexpr int kThreads = 128;
 
-template <class Half_, int kD_, int kDv_, int kBlockM_, int kBlockN_>
+
+// kStages: tiles of K, and of V, in shared memory.
+template <class Half_, int kD_, int kDv_, int kBlockM_, int kBlockN_, int kStages_>
 struct Shape {
   using Half = Half_;
-  static constexpr int kD = kD_, kDv = kDv_, kBlockM = kBlockM_, kBlockN = kBlockN_;
+  static constexpr int kD = kD_, kDv = kDv_, kBlockM = kBlockM_, kBlockN = kBlockN_,
+                       kStages = kStages_;
   static constexpr int kMmaRows = kBlockM / 64;  // m16 blocks of a warp
   static constexpr int kRows = 2 * kMmaRows;     // rows of a thread
   static constexpr int kGroups = kBlockN / 8;    // n8 blocks of a tile of scores
   using Q = Tile<kBlockM, kD>;
   using K = Tile<kBlockN, kD>;
   using V = Tile<kBlockN, kDv>;
-  static constexpr int kSharedBytes = Q::kBytes + K::kBytes + V::kBytes;
 };
 
-// S = Q K^T of this warp's rows and one tile of keys.
-template <class S>
-__device__ __forceinline__ void scores(float (&s)[S::kRows][S::kGroups][2], u32 q, u32 k) {
+// S = Q K^T of this warp's rows and one tile of keys, by this lane's addresses in both.
+// between(i) is called before the i-th of kBetween equal parts of the products.
+template <class S, int kBetween, class Between>
+__device__ __forceinline__ void scores(float (&s)[S::kRows][S::kGroups][2], u32 q, u32 k,
+                                       Between&& between) {
   using Half = typename S::Half;
-  const int warp = threadIdx.x / 32;
 #pragma unroll
   for (int i = 0; i < S::kRows; ++i) {
 #pragma unroll
@@ -63,15 +66,19 @@ __device__ __forceinline__ void scores(float (&s)[S::kRows][S::kGroups][2], u32 
     if (j == 0) {
 #pragma unroll
       for (int mi = 0; mi < S::kMmaRows; ++mi) {
-        ptx::ldmatrix_x4(a[kk % 2][mi], a_address<typename S::Q>(q, mi * 64 + warp * 16, kk * 16));
+        ptx::ldmatrix_x4(a[kk % 2][mi], q + mi * 64 * S::Q::kPitch + kk * 32);
       }
     }
-    ptx::ldmatrix_x4(b[step % 2], b_address<typename S::K>(k, j * 16, kk * 16));
+    ptx::ldmatrix_x4(b[step % 2], k + j * 16 * S::K::kPitch + kk * 32);
   };
   load(0);
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     if (step + 1 < kSteps) load(step + 1);
+#pragma unroll
+    for (int i = 0; i < kBetween; ++i) {
+      if (i * kSteps / kBetween == step) between(i);
+    }
     const int kk = step / kPairs, j = step % kPairs * 2;
 #pragma unroll
     for (int mi = 0; mi < S::kMmaRows; ++mi) {
@@ -113,7 +120,7 @@ __device__ __forceinline__ void accumulate(float (&o)[S::kRows][S::kDv / 8][2],
   u32 a[S::kMmaRows][4], b[2][4];
   auto load = [&](int step) {
     const int kk = step / kPairs % kDepth, j = step % kPairs;
-    ptx::ldmatrix_x4_trans(b[step % 2], bt_address<typename S::V>(v, kk * 16, j * 16));
+    ptx::ldmatrix_x4_trans(b[step % 2], v + kk * 16 * S::V::kPitch + j * 32);
   };
   load(0);
 #pragma unroll
@@ -158,8 +165,7 @@ __device__ __forceinline__ void accumulate_promoted(float (&o)[S::kRows][S::kDv 
         for (int kk = 0; kk < S::kBlockN / 16; ++kk) {
           u32 a[4], b[4] = {Half::kOnes, Half::kOnes, Half::kOnes, Half::kOnes};
           pack_p<S>(a, p, mi, kk, part);
-          if (j < S::kDv / 8)
-            ptx::ldmatrix_x4_trans(b, bt_address<typename S::V>(v, kk * 16, j / 2 * 16));
+          if (j < S::kDv / 8) ptx::ldmatrix_x4_trans(b, v + kk * 16 * S::V::kPitch + j / 2 * 32);
           Half::mma(tile[0], tile[1], tile[2], tile[3], a, b[j % 2 * 2], b[j % 2 * 2 + 1]);
         }
       }
@@ -218,8 +224,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   using Half = typename S::Half;
   constexpr int kRows = S::kRows, kGroups = S::kGroups, kBlockN = S::kBlockN;
   extern __shared__ __align__(16) char shared[];
-  const u32 q_tile = ptx::shared_address(shared);
-  const u32 k_tile = q_tile + S::Q::kBytes, v_tile = k_tile + S::K::kBytes;
+  const u32 q_tile = ptx::shared_address(shared), k_tiles = q_tile + S::Q::kBytes,
+            v_tiles = k_tiles + S::kStages * S::K::kBytes;
   const int g = threadIdx.x % 4;
 
   // Late rows first: under a causal mask they have the most tiles.
@@ -242,29 +248,42 @@ __global__ void __launch_bounds__(kThreads, 1)
   // Row of this thread's i-th row state; from a fresh thread index, so that nothing stays in
   // registers for it.
   auto row_of = [&](int i) -> i32 {
-    const int thread = ptx::thread_index();
+    const i32 thread = ptx::thread_index();
     return first_row + i / 2 * 64 + thread / 32 * 16 + i % 2 * 8 + thread % 32 / 4;
   };
 
+  const u32 q_lane = ptx::kept(a_address<typename S::Q>(q_tile, threadIdx.x / 32 * 16, 0));
+  const u32 k_lane = ptx::kept(b_address<typename S::K>(k_tiles, 0, 0));
+  const u32 v_lane = ptx::kept(bt_address<typename S::V>(v_tiles, 0, 0));
+  using LoadK = TileLoad<typename S::K, kThreads>;
+  using LoadV = TileLoad<typename S::V, kThreads>;
   auto load_k = [&](i32 tile) {
-    load_tile<typename S::K, kThreads>(k_tile, k, params.k_strides.row, tile * kBlockN, key_low,
-                                       key_high, params.d);
-    ptx::cp_async_commit();
+    return LoadK(k_tiles + (tile & (S::kStages - 1)) * S::K::kBytes, k, params.k_strides.row,
+                 tile * kBlockN, key_low, key_high, params.d, tile >= tile_begin);
   };
   auto load_v = [&](i32 tile) {
-    load_tile<typename S::V, kThreads>(v_tile, v, params.v_strides.row, tile * kBlockN, key_low,
-                                       key_high, params.d_v);
-    ptx::cp_async_commit();
+    return LoadV(v_tiles + (tile & (S::kStages - 1)) * S::V::kBytes, v, params.v_strides.row,
+                 tile * kBlockN, key_low, key_high, params.d_v, tile >= tile_begin);
   };
-  // S of a tile, capped, -inf where not seen; true if some row of the CTA is masked in it.
-  auto masked_scores = [&](float (&s)[kRows][kGroups][2], i32 tile) -> bool {
-    scores<S>(s, q_tile, k_tile);
+  // What was loaded has arrived, and every warp is done with what will be replaced.
+  auto synchronise = [&]() {
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+  };
+  auto k_lane_of = [&](i32 tile) -> u32 {
+    return k_lane + (tile & (S::kStages - 1)) * S::K::kBytes;
+  };
+  auto cap = [&](float (&s)[kRows][kGroups][2]) {
     if constexpr (kSoftcap) {
 #pragma unroll
       for (int i = 0; i < kRows * kGroups * 2; ++i)
         (&s[0][0][0])[i] = capped((&s[0][0][0])[i], params.cap);
     }
-    if (tile >= full_begin && tile < full_end) return false;
+  };
+  // -inf where not seen.
+  auto mask = [&](float (&s)[kRows][kGroups][2], i32 tile) {
+    if (__builtin_expect(tile >= full_begin && tile < full_end, 1)) return;
     const i32 start = tile * kBlockN;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -279,76 +298,108 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       }
     }
-    return true;
   };
 
-  RowState state[kRows];
   // Whether V of a tile that some row does not see whole held NaN or Inf; in the padding of Q's
   // first row.
   u32* found = reinterpret_cast<u32*>(shared + S::kD * 2);
   if (threadIdx.x == 0) *found = 0;
-  float o[kRows][S::kDv / 8][2] = {};
-  float w[kRows][2] = {};
+  RowState state[kRows];
+  float o[kRows][S::kDv / 8][2], w[kRows][2], s[kRows][kGroups][2];
 
-  if (tile_end > tile_begin) {
-    load_tile<typename S::Q, kThreads>(q_tile, q, params.q_strides.row, first_row, 0, band.n_q,
-                                       params.d);
-    load_k(tile_end - 1);
-  }
+  // NaN in O may come from NaN or Inf in V behind the mask, where the weight is 0: then all is done
+  // again, carefully.
+#pragma unroll 1
+  for (bool careful = false;; careful = true) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      state[i] = RowState{};
+      w[i][0] = 0.0f;
+#pragma unroll
+      for (int j = 0; j < S::kDv / 8; ++j) o[i][j][0] = o[i][j][1] = 0.0f;
+    }
+    if (tile_end > tile_begin && !careful) {
+      load_tile<typename S::Q, kThreads>(q_tile, q, params.q_strides.row, first_row, 0, band.n_q,
+                                         params.d);
+    }
+    if constexpr (A::kReference == Reference::kFinal) {
+      // A first pass for the exact max of every row.
+      for (i32 tile = tile_end - 1; tile >= tile_begin; --tile) {
+        load_k(tile).all();
+        synchronise();
+        scores<S, 1>(s, q_lane, k_lane_of(tile), [](int) {});
+        cap(s);
+        mask(s, tile);
+        float top[kRows];
+        thread_max(top, s);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i)
+          state[i].r = fmaxf(state[i].r, __fmul_rn(quad_max(top[i]), params.c));
+        __syncthreads();
+      }
+    }
+    load_k(tile_end - 1).all();
+    if constexpr (S::kStages == 2) load_v(tile_end - 1).all();
 
-  if constexpr (A::kReference == Reference::kFinal) {
-    // A first pass for the exact max of every row.
+#pragma unroll 1
     for (i32 tile = tile_end - 1; tile >= tile_begin; --tile) {
-      ptx::cp_async_wait<0>();
-      __syncthreads();
-      float s[kRows][kGroups][2];
-      masked_scores(s, tile);
-      __syncthreads();
-      load_k(tile > tile_begin ? tile - 1 : tile_end - 1);
-      float top[kRows];
-      thread_max(top, s);
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        state[i].r = fmaxf(state[i].r, __fmul_rn(quad_max(top[i]), params.c));
+      synchronise();
+      if constexpr (S::kStages == 2) {
+        auto next_k = load_k(tile - 1);
+        auto next_v = load_v(tile - 1);
+        scores<S, LoadK::kPieces + LoadV::kPieces>(s, q_lane, k_lane_of(tile), [&](int i) {
+          if (i < LoadK::kPieces) next_k.piece(i);
+          if (i >= LoadK::kPieces) next_v.piece(i - LoadK::kPieces);
+        });
+      } else {
+        auto own_v = load_v(tile);
+        scores<S, LoadV::kPieces>(s, q_lane, k_lane_of(tile), [&](int i) { own_v.piece(i); });
+        synchronise();
+        load_k(tile - 1).all();
       }
-    }
-  }
 
-  for (i32 tile = tile_end - 1; tile >= tile_begin; --tile) {
-    ptx::cp_async_wait<0>();
-    __syncthreads();  // K has arrived; V of the tile before has been read
-    load_v(tile);
-    float s[kRows][kGroups][2];
-    const bool masked = masked_scores(s, tile);
-    ptx::cp_async_wait<0>();
-    __syncthreads();  // V has arrived; K has been read
-    if (tile > tile_begin) load_k(tile - 1);
-
-    float alpha[kRows];
-    softmax<A>(state, s, alpha, params.c, params.stale_limit);
-    if constexpr (!A::kPromoted) {
+      cap(s);
+      mask(s, tile);
+      float alpha[kRows];
+      softmax<A>(state, s, alpha, params.c, params.stale_limit);
+      if constexpr (!A::kPromoted) {
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        if (!__any_sync(0xffffffffu, alpha[i] != 1.0f)) continue;
+        for (int i = 0; i < kRows; ++i) {
+          // A short row of O is faster scaled than asked about.
+          if (S::kDv > 64 && !__any_sync(0xffffffffu, alpha[i] != 1.0f)) continue;
 #pragma unroll
-        for (int j = 0; j < S::kDv / 8; ++j) {
-          o[i][j][0] = __fmul_rn(o[i][j][0], alpha[i]);
-          o[i][j][1] = __fmul_rn(o[i][j][1], alpha[i]);
+          for (int j = 0; j < S::kDv / 8; ++j) {
+            o[i][j][0] = __fmul_rn(o[i][j][0], alpha[i]);
+            o[i][j][1] = __fmul_rn(o[i][j][1], alpha[i]);
+          }
+          w[i][0] = __fmul_rn(w[i][0], alpha[i]);
         }
-        w[i][0] = __fmul_rn(w[i][0], alpha[i]);
+      }
+
+      if (careful && (tile < full_begin || tile >= full_end)) {
+        char* bytes = shared + (v_tiles - q_tile) + (tile & (S::kStages - 1)) * S::V::kBytes;
+        if (zero_nonfinite<Half, typename S::V, kThreads>(bytes)) *found = 1;
+        __syncthreads();
+      }
+      const u32 v_tile = v_lane + (tile & (S::kStages - 1)) * S::V::kBytes;
+      if constexpr (A::kPromoted) {
+        accumulate_promoted<S, A>(o, w, alpha, s, v_tile);
+      } else {
+        accumulate<S, A>(o, w, s, v_tile);
       }
     }
-    char* v_bytes = shared + (v_tile - q_tile);
-    if (masked && __syncthreads_or(holds_nonfinite<Half, typename S::V, kThreads>(v_bytes))) {
-      zero_nonfinite<Half, typename S::V, kThreads>(v_bytes);
-      *found = 1;
-      __syncthreads();
+
+    float sum[kRows] = {};
+#pragma unroll
+    for (int j = 0; j < S::kDv / 4; ++j) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) sum[i] = __fmaf_rn(o[i][j / 2][j % 2], 0.0f, sum[i]);
     }
-    if constexpr (A::kPromoted) {
-      accumulate_promoted<S, A>(o, w, alpha, s, v_tile);
-    } else {
-      accumulate<S, A>(o, w, s, v_tile);
-    }
+    bool finite = true;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) finite &= sum[i] == 0.0f;
+    const bool whole = full_begin <= tile_begin && full_end >= tile_end;
+    if (!__syncthreads_or(!finite) || whole || careful) break;
   }
 
   // O in halves leaves through this warp's rows of Q in shared memory, in whole 16-byte pieces.
@@ -359,7 +410,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int i = 0; i < kRows; ++i) {
     const i32 row = row_of(i);
     const float l = quad_sum(state[i].l);
-    if (!kStaged && row >= band.n_q) continue;
     const bool sees = band.high(row) > band.low(row);
     const float inverse = sees ? __frcp_rn(A::kRoundedSum ? w[i][0] : l) : 0.0f;
     if (g == 0 && row < band.n_q) {
@@ -367,38 +417,42 @@ __global__ void __launch_bounds__(kThreads, 1)
           __fmul_rn(__fadd_rn(state[i].r, ptx::lg2_approx_ftz(l)), 0.693147182464599609375f);
       params.lse[static_cast<i64>(flat_head) * band.n_q + row] = sees ? lse : negative_infinity();
     }
+    if constexpr (kStaged) {
+#pragma unroll
+      for (int j = 0; j < S::kDv / 8; ++j) {
+        *reinterpret_cast<u32*>(shared + (row - first_row) * S::Q::kPitch + j * 16 + g * 4) =
+            Half::pack(__fmul_rn(o[i][j][0], inverse), __fmul_rn(o[i][j][1], inverse));
+      }
+    }
+    if ((kStaged && params.rest == nullptr) || row >= band.n_q) continue;
     const i64 at = offset(params.out_strides, out_batch, out_head, row);
     const i64 rest_at = offset(params.rest_strides, out_batch, out_head, row);
 #pragma unroll
     for (int j = 0; j < S::kDv / 8; ++j) {
       const int column = j * 8 + g * 2;
-      if (!kStaged && column >= params.d_v) continue;
-      const float x = sees ? __fmul_rn(o[i][j][0], inverse) : 0.0f;
-      const float y = sees ? __fmul_rn(o[i][j][1], inverse) : 0.0f;
+      if (column >= params.d_v) continue;
+      const float x = __fmul_rn(o[i][j][0], inverse), y = __fmul_rn(o[i][j][1], inverse);
       if constexpr (kFloatOut) {
         float* out = static_cast<float*>(params.out) + at + column;
         out[0] = x;
         out[1] = y;
       } else {
         const u32 packed = Half::pack(x, y);
-        if constexpr (kStaged) {
-          *reinterpret_cast<u32*>(shared + (row - first_row) * S::Q::kPitch + column * 2) = packed;
-        } else {
+        if constexpr (!kStaged)
           *reinterpret_cast<u32*>(static_cast<u16*>(params.out) + at + column) = packed;
-        }
-        if (params.rest != nullptr && row < band.n_q && column < params.d_v) {
+        if (params.rest != nullptr)
           *reinterpret_cast<u32*>(params.rest + rest_at + column) = pack_rest<Half>(x, y, packed);
-        }
       }
     }
   }
   if constexpr (kStaged) {
     __syncwarp();
     constexpr int kChunks = S::kDv / 8;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const i32 thread = ptx::thread_index();
 #pragma unroll 4
-    for (int i = lane; i < S::kMmaRows * 16 * kChunks; i += 32) {
-      const int chunk = i % kChunks, local = i / kChunks / 16 * 64 + warp * 16 + i / kChunks % 16;
+    for (int i = thread % 32; i < S::kMmaRows * 16 * kChunks; i += 32) {
+      const int chunk = i % kChunks, row_of_warp = i / kChunks;
+      const int local = row_of_warp / 16 * 64 + thread / 32 * 16 + row_of_warp % 16;
       const i32 row = first_row + local;
       if (row >= band.n_q || chunk * 8 >= params.d_v) continue;
       u16* out =

@@ -1,7 +1,8 @@
-// What the backward kernels share: their parameters, and products whose A operand comes out of
-// accumulators. The arithmetic is that of emulation/backward.py.
+// What the backward is made of: its parameters, products of warps that share a block, masks, and
+// what NaN and Inf behind a mask need. The arithmetic is that of emulation/backward.py.
 #pragma once
 
+#include "ptx/memory.cuh"
 #include "tile/band.cuh"
 #include "tile/layout.cuh"
 #include "tile/nonfinite.cuh"
@@ -21,6 +22,9 @@ struct GradientParams {
   const u16 *q, *k, *v, *dout;
   void *dq, *dk, *dv;
   const float *lse2, *delta;  // (batch, heads, pitch): LSE log2(e), and rowsum(dO O) - dLSE
+  float* sums;                // (batch * heads, blocks, kBlockM * kD): dQ so far, as in registers
+  i32* turns;    // (batch * heads, blocks): key tiles that have been added; zeros at first
+  i32* tickets;  // CTAs that have started; 0 at first
   TensorStrides q_strides, k_strides, v_strides, dout_strides, dq_strides, dk_strides, dv_strides;
   Band band;
   i32 heads, group;  // query heads, query heads per key head
@@ -31,43 +35,95 @@ struct GradientParams {
   float c;         // a score times c is in log2 units
   float cap;       // softcap: a score times cap is the argument of tanh
   float scale;     // of dQ and dK
+  i32 interleave;  // heads whose tickets alternate
 };
 
-constexpr int kThreads = 128;
+// How warps share a block of kM x kN accumulators: kRows x kColumns of them, each with kMi m16
+// blocks by kNj n8 blocks. Of all ways that keep the most warps busy, the one that reads least from
+// shared memory.
+template <int kM, int kN, int kWarps>
+struct WarpGrid {
+  __host__ __device__ static constexpr int cost(int rows, int columns) {
+    if (kM % (16 * rows) != 0 || kN % (16 * columns) != 0 || rows * columns > kWarps)
+      return 1 << 30;
+    return ((kWarps - rows * columns) << 20) + kM / 16 / rows + kN / 16 / columns;
+  }
+  __host__ __device__ static constexpr int best() {
+    int found = 0;
+    for (int i = 0; i < 16; ++i)
+      if (cost(1 << i / 4, 1 << i % 4) < cost(1 << found / 4, 1 << found % 4)) found = i;
+    return found;
+  }
+  static constexpr int kRows = 1 << best() / 4, kColumns = 1 << best() % 4;
+  static constexpr int kMi = kM / 16 / kRows, kNj = kN / 8 / kColumns;
+  static_assert(cost(kRows, kColumns) < 1 << 30, "sides are multiples of 16");
 
-__host__ __device__ constexpr int max_of(int a, int b) { return a > b ? a : b; }
+  // The first row and column of this warp; warps past kRows * kColumns have nothing to do.
+  __device__ __forceinline__ static bool busy() {
+    return kRows * kColumns == kWarps || threadIdx.x / 32 < kRows * kColumns;
+  }
+  __device__ __forceinline__ static int row() {
+    return static_cast<int>(threadIdx.x / 32 / kColumns) * kMi * 16;
+  }
+  __device__ __forceinline__ static int column() {
+    return static_cast<int>(threadIdx.x / 32 % kColumns) * kNj * 8;
+  }
+};
 
-// Rows mi * 64 + warp * 16 + h * 8 + lane / 4 and columns j * 8 + lane % 4 * 2 + e of a block of
-// accumulators.
-template <int kMmaRows, int kGroups>
-using Block = float[kMmaRows][2][kGroups][2];
+// A warp's accumulators: rows mi * 16 + h * 8 + lane / 4, columns j * 8 + lane % 4 * 2 + e.
+template <int kMi, int kNj>
+using Block = float[kMi][2][kNj][2];
 
-// d = A B^T from zero: this warp's rows of A, rows [first, first + kGroups * 8) of B.
-template <class Half, class TA, class TB, int kMmaRows, int kGroups>
-__device__ __forceinline__ void product(Block<kMmaRows, kGroups>& d, u32 a_tile, u32 b_tile,
-                                        int first) {
-  static_assert(TA::kCols == TB::kCols, "A and B share the axis that is summed");
-  const int warp = threadIdx.x / 32;
+template <int kMi, int kNj>
+__device__ __forceinline__ void clear(Block<kMi, kNj>& x) {
 #pragma unroll
-  for (int i = 0; i < kMmaRows * 2 * kGroups * 2; ++i) (&d[0][0][0][0])[i] = 0.0f;
+  for (int i = 0; i < kMi * 2 * kNj * 2; ++i) (&x[0][0][0][0])[i] = 0.0f;
+}
+
+// acc += A B through the tensor core, kSteps steps of k16 in ascending order. load_a(a, mi, step)
+// and load_b(b, pair, step) fetch the operands of an m16 block and of two n8 blocks, one step ahead
+// of the products that use them.
+template <class Half, int kSteps, int kMi, int kNj, class LoadA, class LoadB>
+__device__ __forceinline__ void accumulate(Block<kMi, kNj>& acc, const LoadA& load_a,
+                                           const LoadB& load_b) {
+  constexpr int kPairs = kNj / 2, kCount = kSteps * kPairs;
+  u32 a[2][kMi][4], b[2][4];
+  auto fetch = [&](int i) {
+    const int step = i / kPairs;
+    if (i % kPairs == 0) {
 #pragma unroll
-  for (int kk = 0; kk < TA::kCols; kk += 16) {
-    u32 a[kMmaRows][4];
+      for (int mi = 0; mi < kMi; ++mi) load_a(a[step % 2][mi], mi, step);
+    }
+    load_b(b[i % 2], i % kPairs, step);
+  };
+  fetch(0);
 #pragma unroll
-    for (int mi = 0; mi < kMmaRows; ++mi)
-      ptx::ldmatrix_x4(a[mi], a_address<TA>(a_tile, mi * 64 + warp * 16, kk));
+  for (int i = 0; i < kCount; ++i) {
+    if (i + 1 < kCount) fetch(i + 1);
+    const int step = i / kPairs, j = i % kPairs * 2;
 #pragma unroll
-    for (int j = 0; j < kGroups; j += 2) {
-      u32 b[4];
-      ptx::ldmatrix_x4(b, b_address<TB>(b_tile, first + j * 8, kk));
+    for (int mi = 0; mi < kMi; ++mi) {
 #pragma unroll
-      for (int mi = 0; mi < kMmaRows; ++mi) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          Half::mma(d[mi][0][j + h][0], d[mi][0][j + h][1], d[mi][1][j + h][0], d[mi][1][j + h][1],
-                    a[mi], b[2 * h], b[2 * h + 1]);
-        }
+      for (int h = 0; h < 2; ++h) {
+        Half::mma(acc[mi][0][j + h][0], acc[mi][0][j + h][1], acc[mi][1][j + h][0],
+                  acc[mi][1][j + h][1], a[step % 2][mi], b[i % 2][2 * h], b[i % 2][2 * h + 1]);
       }
+    }
+  }
+}
+
+// The same with the product from zero and added in fp32.
+template <class Half, int kSteps, int kMi, int kNj, class LoadA, class LoadB>
+__device__ __forceinline__ void add_product(Block<kMi, kNj>& acc, const LoadA& load_a,
+                                            const LoadB& load_b) {
+#pragma unroll
+  for (int pair = 0; pair < kNj / 2; ++pair) {
+    Block<kMi, 2> d = {};
+    accumulate<Half, kSteps>(d, load_a, [&](u32(&b)[4], int, int step) { load_b(b, pair, step); });
+#pragma unroll
+    for (int i = 0; i < kMi * 8; ++i) {
+      float& sum = acc[i / 8][i / 4 % 2][pair * 2 + i / 2 % 2][i % 2];
+      sum = __fadd_rn(sum, d[i / 8][i / 4 % 2][i / 2 % 2][i % 2]);
     }
   }
 }
@@ -85,7 +141,9 @@ struct KeysOfRow {
   i32 first_row, first_key;
 
   __device__ __forceinline__ Range operator()(int m) const {
-    return {band.low(first_row + m) - first_key, band.high(first_row + m) - first_key};
+    const i32 row = first_row + m;
+    if (row >= band.n_q) return {0, 0};
+    return {band.low(row) - first_key, band.high(row) - first_key};
   }
 };
 
@@ -107,136 +165,77 @@ struct RowsOfKey {
   }
 };
 
-// Zeros where not seen: rows m and columns k of a block of P or dS.
-template <int kMmaRows, int kGroups, class Sees>
-__device__ __forceinline__ void clear_unseen(Block<kMmaRows, kGroups>& x, const Sees& seen) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+// Zeros where not seen, in a warp's P and dS that begin at (row, column) of a tile.
+template <int kMi, int kNj, class Sees>
+__device__ __forceinline__ void clear_unseen(Block<kMi, kNj>& p, Block<kMi, kNj>& ds, int row,
+                                             int column, const Sees& seen) {
+  const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int i = 0; i < kMmaRows * 2; ++i) {
-    const int mi = i / 2, h = i % 2;
-    const Range range = seen(mi * 64 + warp * 16 + h * 8 + lane / 4);
+  for (int i = 0; i < kMi * 2; ++i) {
+    const Range range = seen(row + i * 8 + lane / 4);
+    const int first = column + lane % 4 * 2 - range.low, count = max(range.high - range.low, 0);
 #pragma unroll
-    for (int j = 0; j < kGroups * 2; ++j) {
-      if (!range.holds(j / 2 * 8 + lane % 4 * 2 + j % 2)) x[mi][h][j / 2][j % 2] = 0.0f;
+    for (int j = 0; j < kNj * 2; ++j) {
+      const bool sees = static_cast<u32>(first + j / 2 * 8 + j % 2) < static_cast<u32>(count);
+      p[i / 2][i % 2][j / 2][j % 2] = sees ? p[i / 2][i % 2][j / 2][j % 2] : 0.0f;
+      ds[i / 2][i % 2][j / 2][j % 2] = sees ? ds[i / 2][i % 2][j / 2][j % 2] : 0.0f;
     }
   }
 }
 
-// A operands made of accumulators, whose layout is the same: part 0 rounded to halves, part 1 what
-// that left.
-template <int kMmaRows, int kParts, int kSteps>
-using Operand = u32[kMmaRows][kParts][kSteps][4];
-
-template <class Half, int kParts, int kSteps, int kMmaRows, int kGroups>
-__device__ __forceinline__ void pack(Operand<kMmaRows, kParts, kSteps>& a,
-                                     const Block<kMmaRows, kGroups>& x, int first_step) {
+// A warp's accumulators rounded to halves, into tile T of shared memory, this lane's first at `to`;
+// behind it a tile of what that left.
+template <class Half, class T, int kParts, int kMi, int kNj>
+__device__ __forceinline__ void store_halves(char* to, const Block<kMi, kNj>& x) {
 #pragma unroll
-  for (int mi = 0; mi < kMmaRows; ++mi) {
+  for (int i = 0; i < kMi * 2; ++i) {
 #pragma unroll
-    for (int kk = 0; kk < kGroups / 2; ++kk) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float low = x[mi][i % 2][2 * kk + i / 2][0], high = x[mi][i % 2][2 * kk + i / 2][1];
-        const u32 packed = Half::pack(low, high);
-        a[mi][0][first_step + kk][i] = packed;
-        if constexpr (kParts == 2)
-          a[mi][1][first_step + kk][i] = pack_rest<Half>(low, high, packed);
-      }
+    for (int j = 0; j < kNj; ++j) {
+      const float low = x[i / 2][i % 2][j][0], high = x[i / 2][i % 2][j][1];
+      u32* pair = reinterpret_cast<u32*>(to + i * 8 * T::kPitch + j * 16);
+      const u32 packed = Half::pack(low, high);
+      *pair = packed;
+      if constexpr (kParts == 2) pair[T::kBytes / 4] = pack_rest<Half>(low, high, packed);
     }
   }
 }
 
-// acc += A B, B a tile stored [k][n], through the tensor core.
-template <class Half, class T, int kMmaRows, int kParts, int kSteps, int kColumns>
-__device__ __forceinline__ void accumulate(Block<kMmaRows, kColumns>& acc,
-                                           const Operand<kMmaRows, kParts, kSteps>& a, u32 b_tile) {
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-#pragma unroll
-    for (int kk = 0; kk < kSteps; ++kk) {
-#pragma unroll
-      for (int j = 0; j < kColumns; j += 2) {
-        u32 b[4];
-        ptx::ldmatrix_x4_trans(b, bt_address<T>(b_tile, kk * 16, j * 8));
-#pragma unroll
-        for (int mi = 0; mi < kMmaRows; ++mi) {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            Half::mma(acc[mi][0][j + h][0], acc[mi][0][j + h][1], acc[mi][1][j + h][0],
-                      acc[mi][1][j + h][1], a[mi][part][kk], b[2 * h], b[2 * h + 1]);
-          }
-        }
-      }
-    }
-  }
-}
+// Weights A[m][k] in shared memory, in halves: their parts, and bytes from one m and k to the next.
+struct Weights {
+  const char* at;
+  int part, m, k;
+};
 
-// The same with the product from zero and added in fp32.
-template <class Half, class T, int kMmaRows, int kParts, int kSteps, int kColumns>
-__device__ __forceinline__ void add_product(Block<kMmaRows, kColumns>& acc,
-                                            const Operand<kMmaRows, kParts, kSteps>& a,
-                                            u32 b_tile) {
-#pragma unroll
-  for (int j = 0; j < kColumns; j += 2) {
-    float d[kMmaRows][2][4] = {};
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-#pragma unroll
-      for (int kk = 0; kk < kSteps; ++kk) {
-        u32 b[4];
-        ptx::ldmatrix_x4_trans(b, bt_address<T>(b_tile, kk * 16, j * 8));
-#pragma unroll
-        for (int mi = 0; mi < kMmaRows; ++mi) {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            float (&x)[4] = d[mi][h];
-            Half::mma(x[0], x[1], x[2], x[3], a[mi][part][kk], b[2 * h], b[2 * h + 1]);
-          }
-        }
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kMmaRows * 8; ++i) {
-      float& sum = acc[i / 8][i / 2 % 2][j + i / 4 % 2][i % 2];
-      sum = __fadd_rn(sum, d[i / 8][i / 4 % 2][i % 4]);
-    }
-  }
-}
-
-// What `sanitise` took out of B before A B was added to acc, for those rows of A that see it: as
-// the product would be.
-template <class Half, class T, int kMmaRows, int kParts, int kSteps, int kColumns, class Sees>
-__device__ __forceinline__ void add_specials(Block<kMmaRows, kColumns>& acc,
-                                             const Operand<kMmaRows, kParts, kSteps>& a,
-                                             const u16* map, const Sees& seen) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane % 4;
+// What `zero_nonfinite` took out of B before A B was added to acc, for those rows of A that see it:
+// as the product would be. b: B in global memory, `columns` of its `depth` rows. Accumulators take
+// turns in one register, so that this rare code is short.
+template <class Half, int kParts, int kMi, int kNj, class Sees>
+__device__ __forceinline__ void add_specials(Block<kMi, kNj>& acc, const Weights& weights,
+                                             const u16* b, i64 row_stride, int depth, int columns,
+                                             int row, int column, const Sees& seen) {
+  constexpr int kCount = kMi * 2 * kNj * 2;
+  const int lane = threadIdx.x % 32;
+  float* const x = &acc[0][0][0][0];
 #pragma unroll 1
-  for (int k = 0; k < kSteps * 16; ++k) {
+  for (int i = 0; i < kCount; ++i) {
+    const int m = row + i / 2 / kNj * 8 + lane / 4;
+    const int n = column + i / 2 % kNj * 8 + lane % 4 * 2 + i % 2;
+    const Range range = n < columns ? seen(m) : Range{0, 0};
+    float sum = x[0];
+#pragma unroll 1
+    for (int k = max(range.low, 0); k < min(range.high, depth); ++k) {
+      const u16 value = b[k * row_stride + n];
+      if ((value & Half::kExponent) != Half::kExponent) continue;
 #pragma unroll
-    for (int i = 0; i < kMmaRows * 2 * kParts; ++i) {
-      const int part = i % kParts, h = i / kParts % 2, mi = i / kParts / 2;
-      u32 pair = 0;  // the registers that hold k, without an index that is known only at run time
-#pragma unroll
-      for (int eight = 0; eight < kSteps * 2; ++eight) {
-        if (eight == k / 8) pair = a[mi][part][eight / 2][eight % 2 * 2 + h];
-      }
-      pair = __shfl_sync(0xffffffffu, pair, k % 8 / 2, 4);
-      if (!seen(mi * 64 + warp * 16 + h * 8 + lane / 4).holds(k)) continue;
-      const float weight = k % 2 == 0 ? low_half<Half>(pair) : high_half<Half>(pair);
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j) {
-        const u32 kinds = map[k * SpecialMap<T>::kChunks + j] >> (4 * g);
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const u32 kind = kinds >> (2 * e) & 3u;
-          if (kind == 0) continue;
-          const float special = __uint_as_float(kind == kIsNaN        ? 0x7fffffffu
-                                                : kind == kIsPositive ? 0x7f800000u
-                                                                      : 0xff800000u);
-          acc[mi][h][j][e] = __fadd_rn(acc[mi][h][j][e], __fmul_rn(weight, special));
-        }
+      for (int part = 0; part < kParts; ++part) {
+        const char* at = weights.at + part * weights.part + m * weights.m + k * weights.k;
+        const float weight = Half::widen(*reinterpret_cast<const u16*>(at));
+        sum = __fadd_rn(sum, __fmul_rn(weight, Half::widen(value)));
       }
     }
+#pragma unroll
+    for (int j = 0; j + 1 < kCount; ++j) x[j] = x[j + 1];
+    x[kCount - 1] = sum;
   }
 }
 

@@ -1,44 +1,12 @@
 // NaN and Inf behind a mask: 0 * NaN would carry them into rows that do not see them. A partly
-// masked tile that holds such values is cleaned in shared memory before the product, its special
-// values are kept in a map of two bits each, and rows that do see one get it afterwards.
+// masked tile that holds such values is cleaned in shared memory before the product, and rows that
+// do see one get it afterwards, out of global memory.
 #pragma once
 
 #include "tile/layout.cuh"
 #include "tile/numerics.cuh"
 
 namespace cuflash {
-
-constexpr u32 kIsNaN = 3, kIsPositive = 1, kIsNegative = 2;  // 0: finite
-
-// One 16-bit word of the map holds the eight values of a 16-byte chunk.
-template <class T>
-struct SpecialMap {
-  static constexpr int kChunks = T::kCols / 8;
-  static constexpr int kBytes = T::kRows * kChunks * 2;
-};
-
-// Cleans this thread's share of a tile and fills the map; true if it held NaN or Inf.
-template <class Half, class T, int kThreads>
-__device__ __forceinline__ bool sanitise(char* tile, u16* map) {
-  constexpr int kChunks = SpecialMap<T>::kChunks;
-  bool found = false;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < T::kRows * kChunks; i += kThreads) {
-    u16* chunk = reinterpret_cast<u16*>(tile + i / kChunks * T::kPitch + i % kChunks * 16);
-    u32 kinds = 0;
-#pragma unroll 1
-    for (int e = 0; e < 8; ++e) {
-      const u32 x = chunk[e];
-      if ((x & Half::kExponent) != Half::kExponent) continue;
-      const bool infinite = (x & 0x7fffu) == Half::kExponent;
-      kinds |= (infinite ? (x >> 15 ? kIsNegative : kIsPositive) : kIsNaN) << (2 * e);
-      chunk[e] = 0;
-    }
-    map[i] = static_cast<u16>(kinds);
-    found |= kinds != 0;
-  }
-  return found;
-}
 
 // Whether this thread's share of a tile holds NaN or Inf: an exponent of all ones carries into the
 // sign's place.
@@ -49,7 +17,7 @@ __device__ __forceinline__ bool holds_nonfinite(const char* tile) {
   constexpr u32 kOneMore = (Half::kExponent & (0u - Half::kExponent)) * 0x10001u;
   u32 carries = 0;
 #pragma unroll 4
-  for (int i = ptx::thread_index(); i < T::kRows * kChunks; i += kThreads) {
+  for (int i = ptx::thread_index() % kThreads; i < T::kRows * kChunks; i += kThreads) {
     const uint4 x =
         *reinterpret_cast<const uint4*>(tile + i / kChunks * T::kPitch + i % kChunks * 16);
     carries |= ((x.x & kExponents) + kOneMore) | ((x.y & kExponents) + kOneMore);
@@ -58,12 +26,13 @@ __device__ __forceinline__ bool holds_nonfinite(const char* tile) {
   return (carries & 0x80008000u) != 0;
 }
 
-// NaN and Inf of this thread's share become 0.
+// NaN and Inf of this thread's share become 0; true if there were any.
 template <class Half, class T, int kThreads>
-__device__ __forceinline__ void zero_nonfinite(char* tile) {
+__device__ __forceinline__ bool zero_nonfinite(char* tile) {
   constexpr int kChunks = T::kCols / 8;
+  bool found = false;
 #pragma unroll 1
-  for (int i = ptx::thread_index(); i < T::kRows * kChunks * 4; i += kThreads) {
+  for (int i = ptx::thread_index() % kThreads; i < T::kRows * kChunks * 4; i += kThreads) {
     u32* pair = reinterpret_cast<u32*>(tile + i / 4 / kChunks * T::kPitch + i / 4 % kChunks * 16 +
                                        i % 4 * 4);
     const u32 x = *pair;
@@ -71,7 +40,9 @@ __device__ __forceinline__ void zero_nonfinite(char* tile) {
     if ((x & Half::kExponent) == Half::kExponent) y &= 0xffff0000u;
     if ((x >> 16 & Half::kExponent) == Half::kExponent) y &= 0x0000ffffu;
     if (x != y) *pair = y;
+    found |= x != y;
   }
+  return found;
 }
 
 }  // namespace cuflash
