@@ -281,20 +281,27 @@ __global__ void __launch_bounds__(kThreads, 1)
         (&s[0][0][0])[i] = capped((&s[0][0][0])[i], params.cap);
     }
   };
-  // -inf where not seen.
+  // -inf where not seen. Bounds count from this thread's first row and key; both sides of the band
+  // are rarely in one tile.
   auto mask = [&](float (&s)[kRows][kGroups][2], i32 tile) {
-    if (__builtin_expect(tile >= full_begin && tile < full_end, 1)) return;
-    const i32 start = tile * kBlockN;
+    if (tile < full_begin) {
+      const i32 low = band.low_from(row_of(0), tile * kBlockN + g * 2);
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const i32 row = row_of(i);
-      const i32 low = band.low(row) - start, high = band.high(row) - start;
+      for (int i = 0; i < kRows * kGroups * 2; ++i) {
+        const int r = i / (kGroups * 2), column = i % (kGroups * 2) / 2 * 8 + i % 2;
+        if (column - (r / 2 * 64 + r % 2 * 8) < low)
+          s[r][i % (kGroups * 2) / 2][i % 2] = negative_infinity();
+      }
+    }
+    if (tile >= full_end) {
+      const i32 key = tile * kBlockN + g * 2;
+      const i32 first = band.high_from(row_of(0), key), end = band.n_k - key;
 #pragma unroll
-      for (int j = 0; j < kGroups; ++j) {
+      for (int i = 0; i < kRows; ++i) {
+        const i32 high = min(first + i / 2 * 64 + i % 2 * 8, end);
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const i32 key = j * 8 + g * 2 + e;
-          if (key < low || key >= high) s[i][j][e] = negative_infinity();
+        for (int j = 0; j < kGroups * 2; ++j) {
+          if (j / 2 * 8 + j % 2 >= high) s[i][j / 2][j % 2] = negative_infinity();
         }
       }
     }
@@ -345,12 +352,18 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (i32 tile = tile_end - 1; tile >= tile_begin; --tile) {
       synchronise();
       if constexpr (S::kStages == 2) {
+#ifdef SPREAD
         auto next_k = load_k(tile - 1);
         auto next_v = load_v(tile - 1);
         scores<S, LoadK::kPieces + LoadV::kPieces>(s, q_lane, k_lane_of(tile), [&](int i) {
           if (i < LoadK::kPieces) next_k.piece(i);
           if (i >= LoadK::kPieces) next_v.piece(i - LoadK::kPieces);
         });
+#else
+        load_k(tile - 1).all();
+        load_v(tile - 1).all();
+        scores<S, 1>(s, q_lane, k_lane_of(tile), [](int) {});
+#endif
       } else {
         auto own_v = load_v(tile);
         scores<S, LoadV::kPieces>(s, q_lane, k_lane_of(tile), [&](int i) { own_v.piece(i); });
