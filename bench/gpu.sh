@@ -1,12 +1,16 @@
 #!/usr/bin/env bash
-# The standing GPU run: tests that need a GPU, the recorded bits, speed. Results go to bench/results/.
+# The standing GPU run: tests that need a GPU, the recorded bits, the count of bits, memory, host
+# time, the sanitizer, speed. Results go to bench/results/.
 #
-#     bash bench/gpu.sh [tests|golden|sanitizer|speed ...]     (all without an argument)
+#     bash bench/gpu.sh [tests|golden|bits|memory|host|sanitizer|speed|claims ...]
+#
+# Without an argument all but claims. CUFLASH_CAPTURES names a folder of captures for the count of
+# bits and for the claims.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p bench/results
-parts="${*:-tests golden sanitizer speed}"
+parts="${*:-tests golden bits memory host sanitizer speed}"
 status=0
 
 tests() {
@@ -21,7 +25,7 @@ golden() {
   # The kernels still give the bits that are recorded (and that the emulator is held to).
   local fresh
   fresh="$(mktemp -d)/golden.npz"
-  python3 bench/record_golden.py "$fresh" &&
+  python3 -m bench.record_golden "$fresh" &&
     python3 - "$fresh" <<'PY'
 import sys
 import numpy as np
@@ -33,18 +37,38 @@ sys.exit(bool(wrong))
 PY
 }
 
+bits() {
+  # Kernels against the emulator, more than 10^7 elements each way: 0 differ.
+  python3 -W ignore -m bench.bits ${CUFLASH_CAPTURES:+--data "$CUFLASH_CAPTURES"}
+}
+
+memory() {
+  python3 -W ignore -m bench.memory
+}
+
+host() {
+  python3 -W ignore -m bench.host
+}
+
 sanitizer() {
-  # compute-sanitizer over forward and backward of every recorded problem: 0 findings.
+  # compute-sanitizer over forward and backward of every format: 0 findings.
   local tool
+  python3 -m bench.sanitized || return 1 # compiles
   for tool in memcheck racecheck synccheck initcheck; do
     echo "-- $tool"
     compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 5 \
-      python3 bench/record_golden.py /dev/shm/sanitized.npz 2>&1 | tail -6 || return 1
+      python3 -m bench.sanitized 2>&1 | tail -6 || return 1
   done
 }
 
 speed() {
   python3 -W ignore bench/sm80_forward.py && python3 -W ignore bench/sm80_backward.py
+}
+
+claims() {
+  # Every claim at the published size; bench/results/claims.json is what docs/why-they-differ.md is made of.
+  python3 -W ignore -m cuflash claims --full ${CUFLASH_CAPTURES:+--data "$CUFLASH_CAPTURES"} \
+    -o "${RESULTS:-bench/results}/claims.html"
 }
 
 {

@@ -143,7 +143,9 @@ def plan(
 
 
 class _Call:
-    """One checked call. Below, `saved` is (out in the caller's layout, lse, rest)."""
+    """One checked call. Below, `saved` is (out in the caller's layout, lse, rest, in place), the
+    last of the GPU: whether kernels read q, k and v where they lie.
+    """
 
     plan: Plan
     layout: str
@@ -168,7 +170,7 @@ class _Call:
         call: _CpuCall | _GpuCall
         if on_gpu:
             gpu = GpuProblem.of(q, k, v, layout=layout, **masks)
-            arch = planner.arch_of(_capability(gpu))
+            arch = planner.arch_of(compiler.capability(gpu.device))
             made, problem = planner.plan_for(gpu, arch, numerics), gpu.shapes
             call = _GpuCall(made, layout, return_lse, out, gpu, launcher(planner.family_of(arch)))
         else:
@@ -190,7 +192,7 @@ class _Call:
         check_beside("dout", dout, out)
         if dlse is not None:
             check_beside("dlse", dlse, out)
-        if tuple(dout.shape) != tuple(out.shape):
+        if dout.shape != out.shape:
             raise ValueError(
                 f"dout: shape {tuple(dout.shape)}, must be {tuple(out.shape)} like out"
             )
@@ -209,12 +211,12 @@ class _CpuCall(_Call):
     arrays: tuple[Any, ...]  # bhnd
     masks: dict[str, Any]
 
-    def forward(self, gradient: bool) -> tuple[Any, Any, None]:
+    def forward(self, gradient: bool) -> tuple[Any, Any, Any, bool]:
         out, lse = flash(*self.arrays, plan=self.plan, **self.masks)
         out = swapped(out, self.layout)
         if self.out is not None:
             np.copyto(self.out, out, casting="no")
-        return (np.ascontiguousarray(out) if self.out is None else self.out), lse, None
+        return (np.ascontiguousarray(out) if self.out is None else self.out), lse, None, True
 
     def backward(self, dout: Any, dlse: Any, *saved: Any) -> tuple[Any, Any, Any]:
         dout = self.check_gradients(dout, dlse, saved[0])
@@ -236,8 +238,9 @@ class _GpuCall(_Call):
     problem: GpuProblem
     kernels: Launcher
 
-    def forward(self, gradient: bool) -> tuple[Any, Any, Any | None]:
+    def forward(self, gradient: bool) -> tuple[Any, Any, Any, bool]:
         cp, p = compiler.cupy(), self.problem
+        in_place = True
         lead = (p.batch, p.heads, p.n_q)
         with cp.cuda.Device(p.device):
             lse = cp.empty(lead, np.float32)
@@ -251,17 +254,22 @@ class _GpuCall(_Call):
                     rest.fill(0)
             else:
                 written = out if ready(out) else cp.empty(out.shape, out.dtype)
-                self.kernels.forward(p.readable(), self.plan, written, lse, rest)
+                readable = p.readable()
+                in_place = readable is p
+                self.kernels.forward(readable, self.plan, written, lse, rest)
                 if written is not out:
                     cp.copyto(out, written)
-        lse = lse.reshape(lead[3 - (p.axes - 1) :])
-        return (self._given(out) if own else self.out), lse, rest
+        if p.axes < 4:
+            lse = lse.reshape(lead[4 - p.axes :])
+        return (self._given(out) if own else self.out), lse, rest, in_place
 
     def backward(self, dout: Any, dlse: Any, *saved: Any) -> tuple[Any, Any, Any]:
         cp, p = compiler.cupy(), self.problem
-        out, lse, rest = saved
+        out, lse, rest, in_place = saved
         dout = self.check_gradients(dout, dlse, out)
-        check_dout(p.shapes, _shape_of(dout), None if dlse is None else _shape_of(dlse))
+        # dout's shape is right; only its dtype and dlse are left to be looked at.
+        if dout.dtype != p.q.dtype or dlse is not None:
+            check_dout(p.shapes, _shape_of(dout), None if dlse is None else _shape_of(dlse))
         with cp.cuda.Device(p.device):
             dq = self._empty(p.batch, p.heads, p.n_q, p.d)
             dk = self._empty(p.batch, p.kv_heads, p.n_k, p.d)
@@ -273,7 +281,7 @@ class _GpuCall(_Call):
                 rows = (p.batch, p.heads, p.n_q)
                 dlse = None if dlse is None else cp.ascontiguousarray(dlse).reshape(rows)
                 self.kernels.backward(
-                    p.readable(),
+                    p if in_place else p.readable(),
                     self.plan,
                     contiguous(four_axes(dout)),
                     dlse,
@@ -300,12 +308,8 @@ class _GpuCall(_Call):
 
     def _given(self, x: Any) -> Any:
         """An output of `_empty` with the caller's axes."""
-        return swapped(x[(0,) * (4 - self.problem.axes)], self.layout)
-
-
-def _capability(problem: GpuProblem) -> int:
-    with compiler.cupy().cuda.Device(problem.device):
-        return compiler.capability()
+        axes = self.problem.axes
+        return swapped(x if axes == 4 else x[(0,) * (4 - axes)], self.layout)
 
 
 def _shape_of(x: Any) -> Any:

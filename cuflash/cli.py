@@ -392,9 +392,26 @@ def _run_doctor(args: argparse.Namespace, command: str) -> Said:
     return Said(doctor.to_markdown(findings), 0 if doctor.gpu_usable(findings) else 1)
 
 
+def _add_claims(parser: argparse.ArgumentParser) -> None:
+    from cuflash import claims
+
+    claims.add(parser)
+
+
+def _said_claims(args: argparse.Namespace, command: str) -> Said:
+    from cuflash import claims
+
+    return Said(claims.run(args, command))
+
+
 COMMANDS: dict[str, Command] = {
     "report": Command(
         "where the rounding error of attention comes from", _add_report, _said_report
+    ),
+    "claims": Command(
+        "an article's claims about flash and standard attention, measured",
+        _add_claims,
+        _said_claims,
     ),
     "doctor": Command("what is installed, and what mends the rest", lambda _: None, _run_doctor),
 }

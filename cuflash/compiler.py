@@ -15,6 +15,8 @@ import json
 import os
 import re
 import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from cuflash import cache
 FLAGS = ("--std=c++17", "--fmad=false", "--ptxas-options=-v")
 OLDEST = 80
 """The oldest compute capability that the kernels run on."""
+DEFAULT_SHARED = 48 * 1024
+"""Bytes of dynamic shared memory that a launch may have without asking for more."""
 
 INSTALL = "pip install 'cuflash[cuda13]'"
 INSTALL_12 = "pip install 'cuflash[cuda12]'"
@@ -227,6 +231,8 @@ _lock = threading.Lock()
 _key_locks: dict[tuple[Any, ...], threading.Lock] = {}
 _compiled: dict[tuple[Any, ...], Compiled] = {}
 _functions: dict[tuple[int, Path, str], Any] = {}
+_kernels: dict[tuple[int, Wanted], Any] = {}
+# All four hold instantiations, of which there are finitely many; nothing is held per shape.
 
 
 def forget() -> None:
@@ -235,6 +241,7 @@ def forget() -> None:
         _key_locks.clear()
         _compiled.clear()
         _functions.clear()
+        _kernels.clear()
 
 
 def compile_kernel(
@@ -354,22 +361,49 @@ def cupy() -> Any:
     return module
 
 
-def capability() -> int:
-    """Compute capability of the current device, such as 90. Raises MissingError.
+def device() -> int:
+    """Number of the current device. Raises MissingError."""
+    cp = cupy()
+    try:
+        return int(cp.cuda.runtime.getDevice())
+    except cp.cuda.runtime.CUDARuntimeError as error:
+        raise _no_driver(error) from None
+
+
+def _no_driver(error: Exception) -> MissingError:
+    return MissingError(
+        f"NVIDIA driver: {error}; install a driver for this GPU (CUDA 13 needs 580 or newer, "
+        f"an older one takes {INSTALL_12}), then see `cuflash doctor`"
+    )
+
+
+def capability(number: int | None = None) -> int:
+    """Compute capability of a device (None: the current one), such as 90. Raises MissingError.
 
     A GPU older than sm_80 is a MissingError, too: no kernel runs there.
     """
     cp = cupy()
     try:
-        found = int(cp.cuda.Device().compute_capability)
+        found = int(cp.cuda.Device(number).compute_capability)
     except cp.cuda.runtime.CUDARuntimeError as error:
-        raise MissingError(
-            f"NVIDIA driver: {error}; install a driver for this GPU (CUDA 13 needs 580 or newer, "
-            f"an older one takes {INSTALL_12}), then see `cuflash doctor`"
-        ) from None
+        raise _no_driver(error) from None
     if found < OLDEST:
         raise MissingError(f"GPU: sm_{found}, must be sm_{OLDEST} (Ampere) or newer")
     return found
+
+
+@functools.lru_cache(maxsize=64)
+def shared_memory(number: int) -> tuple[int, int]:
+    """Bytes that a device has for one block, and in one multiprocessor. Raises MissingError."""
+    found = cupy().cuda.Device(number).attributes  # CuPy asks the driver for all of them
+    block, whole = "MaxSharedMemoryPerBlockOptin", "MaxSharedMemoryPerMultiprocessor"
+    return int(found[block]), int(found[whole])
+
+
+@functools.lru_cache(maxsize=64)
+def multiprocessors(number: int) -> int:
+    """Of a device. Raises MissingError."""
+    return int(cupy().cuda.Device(number).attributes["MultiProcessorCount"])
 
 
 def load(compiled: Compiled) -> Any:
@@ -377,17 +411,55 @@ def load(compiled: Compiled) -> Any:
 
     Needs CuPy, a driver and a GPU: raises MissingError. Thread safe.
     """
-    cp = cupy()
-    try:
-        device = int(cp.cuda.runtime.getDevice())
-    except cp.cuda.runtime.CUDARuntimeError:
-        capability()
-        raise
-    key = (device, compiled.path, compiled.symbol)
+    key = (device(), compiled.path, compiled.symbol)
     if key not in _functions:
         capability()
         with _lock:
             if key not in _functions:
-                module = cp.RawModule(path=str(compiled.path))
+                module = cupy().RawModule(path=str(compiled.path))
                 _functions[key] = module.get_function(compiled.symbol)
     return _functions[key]
+
+
+Wanted = tuple[str, str, tuple[str, ...], int]
+"""Source, name expression, options, and bytes of dynamic shared memory."""
+
+
+def kernels(wanted: Sequence[Wanted], number: int | None = None) -> list[Any]:
+    """Kernels that are compiled and loaded for the current device (its number, if known), and
+    allowed their shared memory: `compile_kernel` and `load`, looked up once a device.
+
+    What is not compiled yet is compiled at once, each kernel in a thread of its own. A cubin that
+    left the disk since it was compiled is compiled anew. Raises their errors. Thread safe.
+    """
+    on = device() if number is None else number
+    found = [_kernels.get((on, each)) for each in wanted]
+    if None in found:
+        missing = {each for each, known in zip(wanted, found, strict=True) if known is None}
+        arch = f"sm_{capability(on)}"
+        with ThreadPoolExecutor(len(missing)) as pool:
+            compiled = list(pool.map(lambda each: _on_disk(each, arch), missing))
+        ready = {
+            each: _allowed(load(x), each[3]) for each, x in zip(missing, compiled, strict=True)
+        }
+        _kernels.update({(on, each): function for each, function in ready.items()})
+        found = [ready.get(each, known) for each, known in zip(wanted, found, strict=True)]
+    return found
+
+
+def _allowed(function: Any, shared: int) -> Any:
+    """The function, allowed as much shared memory."""
+    if shared > DEFAULT_SHARED:
+        function.max_dynamic_shared_size_bytes = shared
+    return function
+
+
+def _on_disk(wanted: Wanted, arch: str) -> Compiled:
+    """`compile_kernel`, but for a cubin that is still there."""
+    source, name_expression, options, _ = wanted
+    compiled = compile_kernel(source, name_expression, arch, options)
+    if not compiled.path.is_file():
+        with _lock:
+            _compiled.pop((None, source, name_expression, arch, options), None)
+        compiled = compile_kernel(source, name_expression, arch, options)
+    return compiled

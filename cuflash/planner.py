@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from cuflash.problem import GpuProblem
 from emulation.plan import BackwardPlan, Numerics, Plan, default_plan
+from emulation.problem import Problem
 
 #: Rule of the tensor core (`emulation.tensor_core.RULES`) by architecture. sm_120 has no
 #: rule of its own yet and takes Blackwell's.
@@ -21,10 +23,15 @@ RULES = {
 #: Keys per tile, by kernel family and head dimension. sm80: what leaves S beside O within 255
 #: registers a thread, and Q, K and V within the 99 kB of shared memory that sm_86, sm_89 and sm_120
 #: give a block.
-TILE_N: dict[str, dict[int, int]] = {"sm80": {64: 96, 112: 64, 128: 48, 256: 64}}
-#: Tiles of the backward (queries, keys) by head dimension, for the same reasons; registers hold dK
-#: and dV as well.
-BACKWARD: dict[str, dict[int, tuple[int, int]]] = {"sm80": {128: (32, 64), 256: (32, 32)}}
+TILE_N: dict[str, dict[int, int]] = {"sm80": {64: 96, 80: 64, 128: 48, 256: 64}}
+#: Tiles of the backward (queries, keys) by head dimension. Keys: what leaves dK and dV beside P and
+#: dS in the registers of eight warps. Queries matter only where sums are cut: what fits in shared
+#: memory when P and dS are split.
+BACKWARD: dict[str, dict[int, tuple[int, int]]] = {
+    "sm80": {64: (64, 128), 128: (32, 128), 256: (32, 64)}
+}
+#: Where a block has 99 kB of shared memory.
+BACKWARD_SMALL = {64: (64, 64), 128: (32, 64), 256: (32, 32)}
 
 #: The same for float32, whose operands take 6 bytes an element, and for both passes: forward and
 #: backward.
@@ -34,6 +41,7 @@ TILE_FLOAT32_SMALL = {64: 64, 128: 32, 256: 16}
 SMALL = ("sm86", "sm89", "sm120")
 
 
+@functools.lru_cache(maxsize=64)
 def arch_of(capability: int) -> str:
     """The architecture of a compute capability: the newest in the table that is not newer.
 
@@ -59,23 +67,24 @@ def plan_for(
     """The Plan that runs for this problem on arch ("sm80", "sm86", "sm89", "sm90", "sm100",
     "sm120"). Raises ValueError or TypeError for arch and numerics.
     """
+    if numerics is not None:  # else float32 has numerics of its own
+        numerics = Numerics.of(numerics)
+    return _plan(problem.shapes, arch, numerics)
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(shapes: Problem, arch: str, numerics: Numerics | None) -> Plan:
+    """Remembered by the Problem itself, which is one object for equal calls."""
     table = TILE_N[family_of(arch)]
-    width = max(problem.d, problem.d_v)
-    if problem.dtype == "float32":
+    width = max(shapes.d, shapes.d_v)
+    if shapes.dtype == "float32":
         table = TILE_FLOAT32_SMALL if arch in SMALL else TILE_FLOAT32
         tile = next(tile for d, tile in table.items() if width <= d)
-        return default_plan(
-            problem.shapes,
-            numerics,
-            arch=RULES[arch],
-            tile_n=tile,
-            backward=BackwardPlan(tile_m=tile, tile_n=tile),
-        )
-    rows, keys = next(tile for d, tile in BACKWARD[family_of(arch)].items() if width <= d)
-    return default_plan(
-        problem.shapes,
-        numerics,
-        arch=RULES[arch],
-        tile_n=next(tile for d, tile in table.items() if width <= d),
-        backward=BackwardPlan(tile_m=rows, tile_n=keys),
-    )
+        tiles = BackwardPlan(tile_m=tile, tile_n=tile)
+    else:
+        tile = next(tile for d, tile in table.items() if width <= d)
+        found = BACKWARD_SMALL if arch in SMALL else BACKWARD[family_of(arch)]
+        rows, keys = next(tile for d, tile in found.items() if width <= d)
+        # A causal tile of keys starts at its diagonal: a block of rows meets late keys first.
+        tiles = BackwardPlan(tile_m=rows, tile_n=keys, dq_order="descending")
+    return default_plan(shapes, numerics, arch=RULES[arch], tile_n=tile, backward=tiles)

@@ -9,8 +9,9 @@ is negative. All else is read where it lies, including strides of 0 (broadcast h
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import NoneType, SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -24,26 +25,51 @@ OVERLAP_WORK = 100_000
 """Steps of NumPy's overlap solver before two arrays count as overlapping."""
 
 
+#: Types whose equal values mean the same to every check: what a remembered check may be keyed by.
+PLAIN = (NoneType, bool, int, float, str)
+
+
 def is_cupy(x: Any) -> bool:
     """Whether x is a CuPy array, without importing CuPy."""
-    return any(t.__module__.partition(".")[0] == "cupy" for t in type(x).__mro__)
+    kind = type(x)
+    if kind.__module__ == "cupy":
+        return True
+    return kind is not np.ndarray and any(
+        t.__module__.partition(".")[0] == "cupy" for t in kind.__mro__
+    )
 
 
 def check_arrays(q: Any, k: Any, v: Any) -> bool:
     """True for three CuPy arrays, False for three NumPy arrays; TypeError for anything else."""
-    if not is_cupy(q) and not isinstance(q, np.ndarray):
+    on_gpu = is_cupy(q)
+    if not on_gpu and not isinstance(q, np.ndarray):
         raise TypeError(f"q: got {_kind(q)}, must be a NumPy or CuPy array")
-    check_beside("k", k, q)
-    check_beside("v", v, q)
-    return is_cupy(q)
+    _check_kind("k", k, q)
+    _check_kind("v", v, q)
+    return on_gpu
+
+
+def _check_kind(name: str, x: Any, q: Any) -> None:
+    """TypeError unless x is an array of q's kind."""
+    if type(x) is type(q):
+        return
+    on_gpu = is_cupy(x)
+    if on_gpu != is_cupy(q) or not (on_gpu or isinstance(x, np.ndarray)):
+        raise TypeError(f"{name}: got {_kind(x)}, must be {_kind(q)} like q")
 
 
 def check_beside(name: str, x: Any, q: Any) -> None:
     """TypeError or ValueError unless x is an array of q's kind on q's device."""
-    if is_cupy(x) != is_cupy(q) or not (is_cupy(x) or isinstance(x, np.ndarray)):
-        raise TypeError(f"{name}: got {_kind(x)}, must be {_kind(q)} like q")
-    if is_cupy(x) and x.device.id != q.device.id:
-        raise ValueError(f"{name}: on device {x.device.id}, must be on device {q.device.id} like q")
+    _check_kind(name, x, q)
+    if is_cupy(x):
+        check_device(name, x, int(q.device.id))
+
+
+def check_device(name: str, x: Any, device: int) -> None:
+    """ValueError unless the CuPy array x is on q's device."""
+    own = x.device.id
+    if own != device:
+        raise ValueError(f"{name}: on device {own}, must be on device {device} like q")
 
 
 def _kind(x: Any) -> str:
@@ -115,8 +141,9 @@ def check_out(out: Any, problem: Problem, plan: Plan, layout: str, inputs: dict[
         raise ValueError(
             f"out: strides {tuple(out.strides)}, must give every element an address of its own"
         )
+    extent = _extent(out) if 0 not in out.shape else (0, 0)
     for name, x in inputs.items():
-        if overlap(out, x):
+        if overlap(out, x, extent):
             raise ValueError(f"out: shares memory with {name}, must not overlap q, k or v")
 
 
@@ -127,6 +154,8 @@ def overlaps_itself(x: Any) -> bool:
     >>> overlaps_itself(np.broadcast_to(np.zeros(3), (2, 3))), overlaps_itself(np.zeros((2, 3)).T)
     (True, False)
     """
+    if x.flags.c_contiguous:
+        return False
     reach = int(x.dtype.itemsize)
     if 0 in x.shape:
         return False
@@ -138,9 +167,27 @@ def overlaps_itself(x: Any) -> bool:
     return False
 
 
+def _pointer(x: Any) -> int:
+    return int(x.data.ptr) if is_cupy(x) else int(x.__array_interface__["data"][0])
+
+
+def _extent(x: Any) -> tuple[int, int]:
+    """First byte of an array that is not empty, and one past its last."""
+    low = _pointer(x)
+    if x.flags.c_contiguous:
+        return low, low + x.nbytes
+    high = low + x.dtype.itemsize
+    for stride, size in zip(x.strides, x.shape, strict=True):
+        if stride >= 0:
+            high += stride * (size - 1)
+        else:
+            low += stride * (size - 1)
+    return low, high
+
+
 def _addresses(x: Any) -> Array:
     """A NumPy array at x's addresses; only for asking where it lies, its elements are not read."""
-    pointer = int(x.data.ptr) if is_cupy(x) else int(x.__array_interface__["data"][0])
+    pointer = _pointer(x)
     strides = tuple(int(s) for s in x.strides)
     interface = {
         "shape": tuple(int(n) for n in x.shape),
@@ -152,9 +199,14 @@ def _addresses(x: Any) -> Array:
     return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
-def overlap(a: Any, b: Any) -> bool:
-    """Whether two arrays share an element's bytes. Exact; True where that is too hard to tell."""
+def overlap(a: Any, b: Any, extent: tuple[int, int] | None = None) -> bool:
+    """Whether two arrays share an element's bytes. Exact; True where that is too hard to tell.
+    extent: a's, if known.
+    """
     if 0 in a.shape or 0 in b.shape:
+        return False
+    (a_low, a_high), (b_low, b_high) = _extent(a) if extent is None else extent, _extent(b)
+    if a_high <= b_low or b_high <= a_low:
         return False
     try:
         # NumPy's stubs know only the two special values of max_work.
@@ -168,12 +220,14 @@ def overlap(a: Any, b: Any) -> bool:
 
 def ready(x: Any) -> bool:
     """Whether kernels can read or write the 4-D array x where it lies."""
-    if 0 in x.shape:
+    shape = x.shape
+    if 0 in shape:
         return True
-    size = x.dtype.itemsize
-    *outer, inner = (s if n > 1 else None for s, n in zip(x.strides, x.shape, strict=True))
-    aligned = all(s is None or (s >= 0 and s % ALIGNMENT == 0) for s in outer)
-    return inner in (None, size) and int(x.data.ptr) % ALIGNMENT == 0 and aligned
+    *outer, inner = x.strides
+    for stride, count in zip(outer, shape, strict=False):  # the last axis is apart
+        if count > 1 and (stride < 0 or stride % ALIGNMENT):
+            return False
+    return (inner == x.dtype.itemsize or shape[-1] == 1) and int(x.data.ptr) % ALIGNMENT == 0
 
 
 def element_strides(x: Any) -> tuple[int, int, int]:
@@ -183,13 +237,17 @@ def element_strides(x: Any) -> tuple[int, int, int]:
     (0, 640, 64)
     """
     size = int(x.dtype.itemsize)
-    b, h, n = (int(s) // size if c > 1 else 0 for s, c in zip(x.strides, x.shape[:3], strict=False))
-    return b, h, n
+    (b, h, n, _), (b_count, h_count, n_count, _) = x.strides, x.shape
+    return (
+        b // size if b_count > 1 else 0,
+        h // size if h_count > 1 else 0,
+        n // size if n_count > 1 else 0,
+    )
 
 
 def four_axes(x: Any) -> Any:
     """A view (B, H, N, D) of (N, D), (H, N, D) or (B, H, N, D)."""
-    return x[(None,) * (4 - x.ndim)]
+    return x if x.ndim == 4 else x[(None,) * (4 - x.ndim)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,37 +265,46 @@ class GpuProblem:
     shapes: Problem
     layout: Literal["bhnd", "bnhd"]
     axes: int
+    device: int
 
     @staticmethod
-    def of(q: Any, k: Any, v: Any, *, layout: str = "bhnd", **masks: Any) -> GpuProblem:
+    def of(
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        layout: str = "bhnd",
+        scale: float | None = None,
+        causal: Any = False,
+        window: Any = None,
+        softcap: float | None = None,
+    ) -> GpuProblem:
         """Check CuPy arrays; nothing is copied or launched.
 
-        masks: scale, causal, window, softcap as for `emulation.Problem.of`. Raises its errors, and
+        scale, causal, window, softcap as for `emulation.Problem.of`. Raises its errors, and
         ValueError or TypeError for head dimensions that are no multiples of 8 and for arrays on
         different devices.
         """
-        named = {"q": q, "k": k, "v": v}
         order = check_layout(layout)
-        shapes = problem_of(_placeholder(q), _placeholder(k), _placeholder(v), order, **masks)
-        for name, width in (("q", shapes.d), ("v", shapes.d_v)):
-            if width % 8:
-                raise ValueError(
-                    f"{name}: head dimension {width}, must be a multiple of 8 on the GPU"
-                )
-        for name in ("k", "v"):
-            check_beside(name, named[name], q)
-        views = {name: four_axes(swapped(x, order)) for name, x in named.items()}
-        return GpuProblem(**views, shapes=shapes, layout=order, axes=int(q.ndim))
+        kinds = tuple((x.shape, x.dtype) for x in (q, k, v))
+        left, right = window if type(window) is tuple and len(window) == 2 else (window, None)
+        masks = (scale, causal, window is not left, left, right, softcap)
+        check = _checked if all(type(x) in PLAIN for x in masks) else _checked.__wrapped__
+        shapes = check(*kinds, order, *masks)
+        device = int(q.device.id)
+        check_device("k", k, device)
+        check_device("v", v, device)
+        if order != "bhnd":
+            q, k, v = swapped(q, order), swapped(k, order), swapped(v, order)
+        axes = q.ndim
+        return GpuProblem(four_axes(q), four_axes(k), four_axes(v), shapes, order, axes, device)
 
     def readable(self) -> GpuProblem:
         """The same problem with those inputs copied that kernels cannot read in place."""
-        copies = {name: contiguous(getattr(self, name)) for name in ("q", "k", "v")}
-        return dataclasses.replace(self, **copies)
-
-    @property
-    def device(self) -> int:
-        """Of all arrays."""
-        return int(self.q.device.id)
+        q, k, v = contiguous(self.q), contiguous(self.k), contiguous(self.v)
+        if q is self.q and k is self.k and v is self.v:
+            return self
+        return dataclasses.replace(self, q=q, k=k, v=v)
 
     @property
     def dtype(self) -> str:
@@ -310,9 +377,33 @@ class GpuProblem:
         return 0 in self.q.shape or 0 in self.k.shape
 
 
-def _placeholder(x: Any) -> Array:
-    """x's shape and dtype over one element."""
-    return np.broadcast_to(np.zeros((), x.dtype), tuple(int(n) for n in x.shape))
+Kind = tuple[tuple[int, ...], np.dtype[Any]]  # an array's shape and dtype
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def _checked(
+    q: Kind,
+    k: Kind,
+    v: Kind,
+    layout: str,
+    scale: Any,
+    causal: Any,
+    pair: bool,
+    left: Any,
+    right: Any,
+    softcap: Any,
+) -> Problem:
+    """The Problem of arrays of these kinds, with what only the GPU asks; errors are not remembered.
+    The window is (left, right), or what stands in left if it is no pair.
+    """
+    q_, k_, v_ = (np.broadcast_to(np.zeros((), dtype), shape) for shape, dtype in (q, k, v))
+    window = (left, right) if pair else left
+    masks = {"scale": scale, "causal": causal, "window": window, "softcap": softcap}
+    shapes = problem_of(q_, k_, v_, layout, **masks)
+    for name, width in (("q", shapes.d), ("v", shapes.d_v)):
+        if width % 8:
+            raise ValueError(f"{name}: head dimension {width}, must be a multiple of 8 on the GPU")
+    return shapes
 
 
 def contiguous(x: Any) -> Any:

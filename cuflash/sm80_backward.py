@@ -1,18 +1,19 @@
-"""Launches the backward kernels of cuda/sm80: delta, then dK and dV, then dQ. No atomics, no order
-left to the scheduler: the same bits on every run.
+"""Launches the backward kernels of cuda/sm80: delta, then the three gradients in one pass. Tiles of
+keys add to dQ in the Plan's order, so that no bit is left to the scheduler.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from cuflash.compiler import compile_kernel, cupy, load
-from cuflash.launch import Instantiation
+from cuflash.compiler import cupy, multiprocessors, shared_memory
+from cuflash.launch import Instantiation, Launch, packed, run, tail_of
 from cuflash.problem import GpuProblem
 from cuflash.sm80_forward import (
     BAND,
@@ -22,14 +23,13 @@ from cuflash.sm80_forward import (
     arithmetic,
     band_of,
     check_plan,
+    common_fields,
     flag,
-    padded,
-    strides_of,
-    target,
 )
 from emulation.backward import gradient_scale
 from emulation.flash import constants, machine_of
 from emulation.plan import Plan
+from emulation.problem import Problem
 
 DELTA_PARAMS = np.dtype(
     [(name, np.uint64) for name in ("dout", "out", "rest", "lse", "dlse", "lse2", "delta")]
@@ -38,63 +38,60 @@ DELTA_PARAMS = np.dtype(
     align=True,
 )
 TENSORS = ("q", "k", "v", "dout", "dq", "dk", "dv")
-GRADIENT_PARAMS = np.dtype(
-    [(name, np.uint64) for name in (*TENSORS, "lse2", "delta")]
-    + [(f"{name}_strides", STRIDES) for name in TENSORS]
-    + [("band", BAND)]
-    + [(name, np.int32) for name in ("heads", "group", "d", "d_v", "pitch", "tile_n", "descending")]
-    + [(name, np.float32) for name in ("c", "cap", "scale")],
-    align=True,
-)
+
+
+def gradient_params(workspaces: Sequence[str], *more: str) -> np.dtype[Any]:
+    """The struct of a gradient kernel with these workspaces; `more` are integers at its end."""
+    counts = ("heads", "group", "d", "d_v", "pitch", "tile_n", "descending")
+    return np.dtype(
+        [(name, np.uint64) for name in (*TENSORS, *workspaces)]
+        + [(f"{name}_strides", STRIDES) for name in TENSORS]
+        + [("band", BAND)]
+        + [(name, np.int32) for name in counts]
+        + [(name, np.float32) for name in ("c", "cap", "scale")]
+        + [(name, np.int32) for name in more],
+        align=True,
+    )
+
+
+GRADIENT_PARAMS = gradient_params(("lse2", "delta", "sums", "turns", "tickets"), "interleave")
 
 #: Rows of the two workspaces are padded to this, so that any block of rows may read them.
 PITCH = 128
 #: Queries of a step where the Plan's tile_m cuts sums.
 TILES_M = (16, 32, 64, 128)
-#: Rows of a CTA of the dQ kernel: four warps of m16.
-DQ_ROWS = 64
+#: Shared memory of the gradient kernel beside its tiles, in bytes.
+STATIC = 16
+#: Head dimensions that the kernel is made for.
+WIDTHS = (32, 64, 96, 128, 192, 256)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One instantiation with its launch: keys or rows of a CTA and dynamic shared memory."""
+    """One instantiation with its launch: rows of a CTA or a step, dynamic shared memory, warps."""
 
     instantiation: Instantiation
     rows: int
     shared: int = 0
+    warps: int = 4
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Shared memory of the device in bytes: of one block, and of a multiprocessor."""
+    """The device: bytes of shared memory that a block may have, and multiprocessors."""
 
     block: int = 232_448
-    multiprocessor: int = 233_472
+    multiprocessors: int = 132
 
     @staticmethod
-    def of_device() -> Limits:
-        """Of the current device."""
-        found = cupy().cuda.Device().attributes
-        return Limits(
-            int(found["MaxSharedMemoryPerBlockOptin"]),
-            int(found["MaxSharedMemoryPerMultiprocessor"]),
-        )
-
-    def stages(self, fixed: int, stage: int) -> int:
-        """Two if two blocks with two stages fit a multiprocessor (a block has 1 kB for the system),
-        else one: a second block hides as much as a second stage.
-        """
-        return 2 if 2 * (fixed + 2 * stage + 1024) <= self.multiprocessor else 1
+    def of_device(number: int) -> Limits:
+        """Of a device."""
+        return Limits(shared_memory(number)[0], multiprocessors(number))
 
 
 def tile_bytes(rows: int, width: int) -> int:
     """Of cuflash::Tile."""
     return rows * (width + 8) * 2
-
-
-def map_bytes(rows: int, width: int) -> int:
-    """Of cuflash::SpecialMap."""
-    return rows * width // 4
 
 
 def backward_arithmetic(plan: Plan) -> str:
@@ -124,47 +121,36 @@ def delta_kernel(plan: Plan, d_v: int) -> Kernel:
     return Kernel(Instantiation("sm80/backward_delta.cu", name), THREADS // chunks)
 
 
-def key_kernels(plan: Plan, d: int, d_v: int, softcap: bool, limits: Limits) -> Iterator[Kernel]:
-    """dK and dV in one pass, or one pass for each where the accumulators would not fit."""
-    d, d_v = padded(d), padded(d_v)
-    cut = plan.numerics.p == "split" or plan.numerics.accumulate == "promoted"
-    both, narrow = d + d_v <= 256, d + d_v <= 128
-    rows, keys = 32, 64
-    if cut:
-        rows = plan.backward.tile_m
-    elif narrow and not softcap:
-        keys = 128  # two m16 a warp: half the reads of Q and dO from shared memory
-    elif both and not (softcap and not narrow):
-        rows = 64
-    for what in ("kBoth",) if both else ("kValues", "kKeys"):
-        fixed = tile_bytes(keys, d) + (tile_bytes(keys, d_v) if what != "kValues" else 0)
-        fixed += map_bytes(rows, d) + map_bytes(rows, d_v) if both else 0
-        stage = max(tile_bytes(rows, d), map_bytes(rows, d_v))
-        stage += max(tile_bytes(rows, d_v), map_bytes(rows, d))
-        stages = limits.stages(fixed, stage)
-        shape = f"cuflash::{HALVES[plan.format]},{d},{d_v},{rows},{keys},{stages}"
-        name = (
-            f"cuflash::sm80::keys_and_values<cuflash::sm80::KeyShape<{shape}>,"
-            f"{backward_arithmetic(plan)},cuflash::sm80::Gradient::{what},{tail(plan, softcap)}>"
-        )
-        yield Kernel(Instantiation("sm80/backward_dkdv.cu", name), keys, fixed + stages * stage)
+def width_of(width: int) -> int:
+    """A head dimension as the kernel holds it: warps share its columns in sixteens."""
+    return next(w for w in WIDTHS if width <= w)
 
 
-def query_kernel(plan: Plan, d: int, d_v: int, softcap: bool, limits: Limits) -> Kernel:
-    """dQ."""
-    d, d_v, tile_n = padded(d), padded(d_v), plan.backward.tile_n
-    fixed = tile_bytes(DQ_ROWS, d) + tile_bytes(DQ_ROWS, d_v)
-    stage = tile_bytes(tile_n, d) + max(tile_bytes(tile_n, d_v), map_bytes(tile_n, d))
-    stages = limits.stages(fixed, stage)
-    shape = f"cuflash::{HALVES[plan.format]},{d},{d_v},{DQ_ROWS},{tile_n},{stages}"
+def gradient_kernel(plan: Plan, d: int, d_v: int, softcap: bool, limits: Limits) -> Kernel:
+    """dQ, dK and dV: the most rows of a step, then the most stages, that fit."""
+    d, d_v, keys = width_of(d), width_of(d_v), plan.backward.tile_n
+    parts = 2 if plan.numerics.p == "split" else 1
+    if parts == 2 or plan.numerics.accumulate == "promoted":
+        choices = [(plan.backward.tile_m, stages) for stages in (2, 1)]
+    else:
+        rows = [128, 64, 32] if max(d, d_v) <= 64 and not softcap else [64, 32]
+        choices = [(m, stages) for m in rows for stages in (2, 1)]
+    for m, stages in choices:
+        stage = tile_bytes(m, d) + tile_bytes(m, d_v) + 8 * m
+        shared = tile_bytes(keys, d) + tile_bytes(keys, d_v) + 2 * parts * tile_bytes(m, keys)
+        if shared + stages * stage + STATIC <= limits.block:
+            break
+    warps = 8 if m * keys >= 4096 or keys * (d + d_v) > 16384 else 4
+    shape = f"cuflash::{HALVES[plan.format]},{d},{d_v},{m},{keys},{warps},{stages},{parts}"
     name = (
-        f"cuflash::sm80::queries<cuflash::sm80::QueryShape<{shape}>,"
+        f"cuflash::sm80::gradients<cuflash::sm80::GradientShape<{shape}>,"
         f"{backward_arithmetic(plan)},{tail(plan, softcap)}>"
     )
-    return Kernel(Instantiation("sm80/backward_dq.cu", name), DQ_ROWS, fixed + stages * stage)
+    instantiation = Instantiation("sm80/backward_gradients.cu", name)
+    return Kernel(instantiation, m, shared + stages * stage, warps)
 
 
-def check_backward(plan: Plan, kernels: Iterable[Kernel], limits: Limits) -> None:
+def check_backward(plan: Plan, kernel: Kernel, limits: Limits) -> None:
     """ValueError for a Plan whose tiles these kernels do not run on this device."""
     check_plan(plan)
     cut = plan.numerics.p == "split" or plan.numerics.accumulate == "promoted"
@@ -174,13 +160,12 @@ def check_backward(plan: Plan, kernels: Iterable[Kernel], limits: Limits) -> Non
             f"plan.backward.tile_m: got {plan.backward.tile_m}, must be one of {allowed} on the "
             "sm80 kernels"
         )
-    for kernel in kernels:
-        if kernel.shared > limits.block:
-            tiles = f"{plan.backward.tile_m} and {plan.backward.tile_n}"
-            raise ValueError(
-                f"plan.backward.tile_m, tile_n: {tiles} need {kernel.shared} bytes of shared "
-                f"memory, must need at most {limits.block} on this device"
-            )
+    if kernel.shared + STATIC > limits.block:
+        tiles = f"{plan.backward.tile_m} and {plan.backward.tile_n}"
+        raise ValueError(
+            f"plan.backward.tile_m, tile_n: {tiles} need {kernel.shared + STATIC} bytes of shared "
+            f"memory, must need at most {limits.block} on this device"
+        )
 
 
 def backward(
@@ -196,60 +181,85 @@ def backward(
     dv: Any,
 ) -> None:
     """See `launch.Launcher.backward`."""
-    cp, p, limits = cupy(), problem, Limits.of_device()
-    softcap = p.softcap is not None
+    cp, p = cupy(), problem
+    found = _prepared(p.shapes, plan, Limits.of_device(p.device))
+    lse2, delta = cp.empty((2, p.batch * p.heads, pitch_of(p.n_q)), np.float32)
+    sums = cp.empty(found.sums, np.float32)
+    counts = cp.zeros(found.blocks + 1, np.int32)
+    ones = packed(DELTA_PARAMS, (dout, out, rest), (lse, dlse, lse2, delta), found.delta_tail)
+    work = (lse2, delta, sums, counts, counts[-1:])
+    params = packed(GRADIENT_PARAMS, (p.q, p.k, p.v, dout, dq, dk, dv), work, found.tail)
+    if found.unseen:
+        dq.fill(0)
+    run(found.launches, (ones, params), p.device)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What a backward needs beside its arrays: launches, the tails of both structs, elements of
+    the sums of dQ, blocks of rows of all heads, and whether some row sees nothing.
+    """
+
+    launches: tuple[Launch, Launch]
+    delta_tail: tuple[Any, ...]
+    tail: tuple[Any, ...]
+    sums: int
+    blocks: int
+    unseen: bool
+
+
+@functools.lru_cache(maxsize=256)
+def _prepared(problem: Problem, plan: Plan, limits: Limits) -> _Prepared:
+    p = problem
     first = delta_kernel(plan, p.d_v)
-    over_keys = list(key_kernels(plan, p.d, p.d_v, softcap, limits))
-    over_queries = query_kernel(plan, p.d, p.d_v, softcap, limits)
-    check_backward(plan, [*over_keys, over_queries], limits)
-    kernels = [first, *over_keys, over_queries]
-    functions = [load(compile_kernel(*k.instantiation[:2], target())) for k in kernels]
-
-    pitch = -(-p.n_q // PITCH) * PITCH
-    heads = p.batch * p.heads
-    lse2, delta = cp.empty((2, heads, pitch), np.float32)
-    given = {"dout": dout, "out": out, "rest": rest}
-    ones = np.zeros(1, DELTA_PARAMS)
-    for name, x in (given | {"lse": lse, "dlse": dlse, "lse2": lse2, "delta": delta}).items():
-        ones[name] = 0 if x is None else x.data.ptr
-    for name, x in given.items():
-        ones[f"{name}_strides"] = strides_of(x)
-    for name, size in (("batch", p.batch), ("heads", p.heads), ("n_q", p.n_q), ("d_v", p.d_v)):
-        ones[name] = size
-    ones["pitch"] = pitch
-
-    params = gradient_params(p, plan, {"dout": dout, "dq": dq, "dk": dk, "dv": dv})
-    params["lse2"], params["delta"], params["pitch"] = lse2.data.ptr, delta.data.ptr, pitch
-
-    grids = [-(-heads * pitch // first.rows)]
-    grids += [-(-p.n_k // k.rows) * p.batch * p.kv_heads for k in over_keys]
-    grids += [-(-p.n_q // over_queries.rows) * heads]
-    structs = [ones] + [params] * (len(kernels) - 1)
-    for kernel, function, grid, struct in zip(kernels, functions, grids, structs, strict=True):
-        if kernel.shared > 48 * 1024:
-            function.max_dynamic_shared_size_bytes = kernel.shared
-        function((grid,), (THREADS,), (struct,), shared_mem=kernel.shared)
+    kernel = gradient_kernel(plan, p.d, p.d_v, p.softcap is not None, limits)
+    check_backward(plan, kernel, limits)
+    blocks, tiles = p.heads * -(-p.n_q // kernel.rows), -(-p.n_k // plan.backward.tile_n)
+    fields = gradient_fields(p, plan) | {"interleave": interleaved_heads(tiles, limits)}
+    grid = tiles * (p.heads // p.group)
+    return _Prepared(
+        launches=(
+            Launch(first.instantiation, -(-p.heads * pitch_of(p.n_q) // first.rows), THREADS),
+            Launch(kernel.instantiation, grid, kernel.warps * 32, kernel.shared),
+        ),
+        delta_tail=tail_of(DELTA_PARAMS, fields),
+        tail=tail_of(GRADIENT_PARAMS, fields),
+        sums=blocks * kernel.rows * width_of(p.d),
+        blocks=blocks,
+        unseen=some_row_sees_nothing(p),
+    )
 
 
-def gradient_params(
-    p: GpuProblem, plan: Plan, arrays: dict[str, Any]
-) -> np.ndarray[Any, np.dtype[Any]]:
-    """GradientParams but for the workspaces."""
+def interleaved_heads(tiles: int, limits: Limits) -> int:
+    """How many heads to work on at a time: as many as keep the device busy, so that key tiles of
+    one head, which wait for each other at its first rows, start one after the other.
+    """
+    return max(1, limits.multiprocessors // tiles)
+
+
+def some_row_sees_nothing(p: Problem) -> bool:
+    """Whether the first or the last row is masked from every key; if neither is, no row is."""
+    n_q, n_k, diagonal, left, right = band_of(p)
+    return diagonal + right < 0 or n_q - 1 + diagonal - left >= n_k
+
+
+def pitch_of(n_q: int) -> int:
+    """Rows of a head in the two workspaces."""
+    return -(-n_q // PITCH) * PITCH
+
+
+def gradient_fields(problem: Problem, plan: Plan) -> dict[str, Any]:
+    """Fields of DeltaParams and GradientParams that name no array."""
     machine = machine_of(plan)
-    const = constants(machine, p.shapes)
-    params = np.zeros(1, GRADIENT_PARAMS)
-    for name, x in ({"q": p.q, "k": p.k, "v": p.v} | arrays).items():
-        params[name] = x.data.ptr
-        params[f"{name}_strides"] = strides_of(x)
-    params["band"] = band_of(p)
-    params["heads"], params["group"] = p.heads, p.group
-    params["d"], params["d_v"] = p.d, p.d_v
-    params["tile_n"] = plan.backward.tile_n
-    params["descending"] = plan.backward.dq_order == "descending"
-    params["c"] = const.c
-    params["cap"] = 0 if const.softcap is None else const.softcap
-    params["scale"] = gradient_scale(machine, p.shapes, const)
-    return params
+    fields = common_fields(problem, plan)
+    return fields | {
+        "tile_n": plan.backward.tile_n,
+        "descending": plan.backward.dq_order == "descending",
+        "scale": gradient_scale(machine, problem, constants(machine, problem)),
+        "pitch": pitch_of(problem.n_q),
+        "batch": problem.heads // fields["heads"],
+        "n_q": problem.n_q,
+    }
 
 
 def instantiations() -> Iterable[Instantiation]:
@@ -257,9 +267,7 @@ def instantiations() -> Iterable[Instantiation]:
     for fmt in ("bfloat16", "float16"):
         for d in (32, 64, 80, 96, 128, 192, 256):
             plan = Plan(format=fmt)
-            tiles = dataclasses.replace(plan.backward, tile_n=64 if d <= 128 else 32)
+            tiles = dataclasses.replace(plan.backward, tile_n=128 if d <= 128 else 64)
             plan = dataclasses.replace(plan, backward=tiles)
             yield delta_kernel(plan, d).instantiation
-            for kernel in key_kernels(plan, d, d, False, Limits()):
-                yield kernel.instantiation
-            yield query_kernel(plan, d, d, False, Limits()).instantiation
+            yield gradient_kernel(plan, d, d, False, Limits()).instantiation

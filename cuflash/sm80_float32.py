@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from cuflash.compiler import compile_kernel, cupy, load
-from cuflash.launch import Instantiation
+from cuflash.compiler import cupy, shared_memory
+from cuflash.launch import Instantiation, Launch, packed, run, tail_of
 from cuflash.problem import GpuProblem
-from cuflash.sm80_backward import PITCH, delta_chunks, gradient_params
+from cuflash.sm80_backward import delta_chunks, gradient_fields, gradient_params, pitch_of
 from cuflash.sm80_forward import (
     BAND,
     FIXED,
     STRIDES,
     arithmetic,
-    band_of,
     check_plan,
+    common_fields,
     flag,
     padded,
-    strides_of,
-    target,
 )
-from emulation.flash import constants, machine_of
 from emulation.plan import BackwardPlan, Plan, default_plan
 from emulation.problem import Problem
 
@@ -42,6 +40,7 @@ FORWARD_PARAMS = np.dtype(
     + [(name, np.float32) for name in ("c", "cap", "stale_limit")],
     align=True,
 )
+GRADIENT_PARAMS = gradient_params(("lse2", "delta"))
 DELTA_PARAMS = np.dtype(
     [(name, np.uint64) for name in ("dout", "out", "lse", "dlse", "lse2", "delta")]
     + [(f"{name}_strides", STRIDES) for name in ("dout", "out")]
@@ -63,10 +62,9 @@ class Kernel:
     shared: int = 0
     threads: int = DELTA_THREADS
 
-
-def shared_limit() -> int:
-    """Bytes of shared memory that the current device gives a block."""
-    return int(cupy().cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"])
+    def launch(self, rows: int, heads: int) -> Launch:
+        """Over all rows of all heads."""
+        return Launch(self.instantiation, -(-rows // self.rows) * heads, self.threads, self.shared)
 
 
 def term_bytes(rows: int, width: int) -> int:
@@ -111,38 +109,20 @@ def _rows(name: str, tile: int, row: int, stream: int, limit: int) -> int:
     )
 
 
-def prepare(kernel: Kernel) -> Any:
-    """The kernel, compiled and loaded."""
-    return load(compile_kernel(*kernel.instantiation[:2], target()))
-
-
-def launch(kernel: Kernel, grid: int, params: np.ndarray[Any, Any]) -> None:
-    """One kernel on the current stream; params is its one argument, a struct of the source."""
-    function = prepare(kernel)
-    if kernel.shared > 48 * 1024:
-        function.max_dynamic_shared_size_bytes = kernel.shared
-    function((grid,), (kernel.threads,), (params,), shared_mem=kernel.shared)
+@functools.lru_cache(maxsize=256)
+def _prepared_forward(problem: Problem, plan: Plan, limit: int) -> tuple[Launch, tuple[Any, ...]]:
+    """What a forward needs beside its arrays: the launch and the tail of its struct."""
+    check_plan(plan, FIXED_FLOAT32, "float32")
+    found = forward_kernel(plan, problem.d, problem.d_v, problem.softcap is not None, limit)
+    fields = common_fields(problem, plan) | {"stale_limit": 2.0**plan.stale_limit}
+    return found.launch(problem.n_q, problem.heads), tail_of(FORWARD_PARAMS, fields)
 
 
 def forward(problem: GpuProblem, plan: Plan, out: Any, lse: Any, rest: Any | None) -> None:
     """See `launch.Launcher.forward`. Nothing is rounded, so there is no rest."""
-    check_plan(plan, FIXED_FLOAT32, "float32")
-    p = problem
-    kernel = forward_kernel(plan, p.d, p.d_v, p.softcap is not None, shared_limit())
-    const = constants(machine_of(plan), p.shapes)
-    params = np.zeros(1, FORWARD_PARAMS)
-    for name, x in {"q": p.q, "k": p.k, "v": p.v, "out": out}.items():
-        params[name] = x.data.ptr
-        params[f"{name}_strides"] = strides_of(x)
-    params["lse"] = lse.data.ptr
-    params["band"] = band_of(p)
-    params["heads"], params["group"] = p.heads, p.group
-    params["d"], params["d_v"] = p.d, p.d_v
-    params["c"] = const.c
-    params["cap"] = 0 if const.softcap is None else const.softcap
-    params["stale_limit"] = 2.0**plan.stale_limit
-    grid = -(-p.n_q // kernel.rows) * p.batch * p.heads
-    launch(kernel, grid, params)
+    launch, tail = _prepared_forward(problem.shapes, plan, shared_memory(problem.device)[0])
+    arrays = (problem.q, problem.k, problem.v, out)
+    run((launch,), (packed(FORWARD_PARAMS, arrays, (lse,), tail),), problem.device)
 
 
 def delta_kernel(d_v: int) -> Kernel:
@@ -185,34 +165,30 @@ def backward(
     dv: Any,
 ) -> None:
     """See `launch.Launcher.backward`."""
+    p = problem
+    launches, delta_tail, tail = _prepared_backward(p.shapes, plan, shared_memory(p.device)[0])
+    lse2, delta = cupy().empty((2, p.batch * p.heads, pitch_of(p.n_q)), np.float32)
+    work = (lse2, delta)
+    ones = packed(DELTA_PARAMS, (dout, out), (lse, dlse, *work), delta_tail)
+    params = packed(GRADIENT_PARAMS, (p.q, p.k, p.v, dout, dq, dk, dv), work, tail)
+    run(launches, [ones] + [params] * len(GRADIENTS), p.device)
+
+
+@functools.lru_cache(maxsize=256)
+def _prepared_backward(
+    problem: Problem, plan: Plan, limit: int
+) -> tuple[tuple[Launch, ...], tuple[Any, ...], tuple[Any, ...]]:
+    """What a backward needs beside its arrays: launches, and the tails of both structs."""
     check_plan(plan, FIXED_FLOAT32, "float32")
-    p, limit = problem, shared_limit()
-    pitch = -(-p.n_q // PITCH) * PITCH
-    heads = p.batch * p.heads
-    lse2, delta = cupy().empty((2, heads, pitch), np.float32)
-    work = {"lse2": lse2, "delta": delta}
-    ones = np.zeros(1, DELTA_PARAMS)
-    for name, x in ({"dout": dout, "out": out, "lse": lse, "dlse": dlse} | work).items():
-        ones[name] = 0 if x is None else x.data.ptr
-    ones["dout_strides"], ones["out_strides"] = strides_of(dout), strides_of(out)
-    for name, size in (("batch", p.batch), ("heads", p.heads), ("n_q", p.n_q), ("d_v", p.d_v)):
-        ones[name] = size
-    ones["pitch"] = pitch
-
-    params = gradient_params(p, plan, {"dout": dout, "dq": dq, "dk": dk, "dv": dv})
-    params["lse2"], params["delta"], params["pitch"] = lse2.data.ptr, delta.data.ptr, pitch
-
-    first = delta_kernel(p.d_v)
-    kernels = {
-        what: gradient_kernel(plan, what, p.d, p.d_v, p.softcap is not None, limit)
-        for what in GRADIENTS
-    }
-    for kernel in (first, *kernels.values()):
-        prepare(kernel)  # so that an error writes nothing
-    launch(first, -(-heads * pitch // first.rows), ones)
-    for what, kernel in kernels.items():
-        rows, count = (p.n_q, heads) if what == "kQueries" else (p.n_k, p.batch * p.kv_heads)
-        launch(kernel, -(-rows // kernel.rows) * count, params)
+    p, softcap = problem, problem.softcap is not None
+    launches = [delta_kernel(p.d_v).launch(p.heads * pitch_of(p.n_q), 1)]
+    for what in GRADIENTS:
+        found = gradient_kernel(plan, what, p.d, p.d_v, softcap, limit)
+        over_queries = what == "kQueries"
+        rows, heads = (p.n_q, p.heads) if over_queries else (p.n_k, p.heads // p.group)
+        launches.append(found.launch(rows, heads))
+    fields = gradient_fields(p, plan)
+    return tuple(launches), tail_of(DELTA_PARAMS, fields), tail_of(GRADIENT_PARAMS, fields)
 
 
 def instantiations() -> Iterable[Instantiation]:

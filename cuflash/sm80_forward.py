@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from cuflash.compiler import capability, compile_kernel, load
-from cuflash.launch import Instantiation
+from cuflash.launch import Instantiation, Launch, packed, run, tail_of
 from cuflash.planner import TILE_N
-from cuflash.problem import GpuProblem, element_strides
+from cuflash.problem import GpuProblem
 from emulation.flash import constants, machine_of
 from emulation.plan import Plan
+from emulation.problem import Problem
 
 INT_MAX = 2**31 - 1
 THREADS = 128
 
-#: Rows of a CTA and its warpgroups, by padded head dimension.
-BLOCK_M = {128: (256, 2), 256: (128, 2)}
+#: Rows of a CTA and stages of K and V in shared memory, by padded head dimension: what leaves O, S
+#: and the row states in 255 registers, and lets two CTAs share a multiprocessor.
+BLOCK_M = {128: (128, 2), 256: (64, 1)}
 
 #: The fields of a Plan that these kernels fix, and how.
 FIXED: dict[str, Any] = {
@@ -90,7 +92,7 @@ def arithmetic(plan: Plan) -> str:
 
 
 def block_m(width: int) -> tuple[int, int]:
-    """Rows of a CTA and its warpgroups for a padded head dimension."""
+    """Rows of a CTA and stages for a padded head dimension. No bit depends on them."""
     return next(m for d, m in BLOCK_M.items() if width <= d)
 
 
@@ -112,17 +114,7 @@ def forward_shared_bytes(plan: Plan, d: int, d_v: int) -> int:
     return 2 * ((rows + stages * n) * (d + 8) + stages * n * (d_v + 8))
 
 
-def target() -> str:
-    """The compile target of the current device."""
-    return f"sm_{capability()}"
-
-
-def strides_of(x: Any) -> tuple[int, int, int]:
-    """Strides of a (B, H, N, D) array for a kernel; of no array, zeros."""
-    return (0, 0, 0) if x is None else element_strides(x)
-
-
-def band_of(problem: GpuProblem) -> tuple[int, int, int, int, int]:
+def band_of(problem: Problem) -> tuple[int, int, int, int, int]:
     """n_q, n_k, diagonal, left, right: the mask in a kernel's words."""
     left, right = problem.window if problem.window is not None else (None, None)
     if problem.causal:
@@ -132,42 +124,41 @@ def band_of(problem: GpuProblem) -> tuple[int, int, int, int, int]:
     return (problem.n_q, problem.n_k, diagonal, left, right)
 
 
-def launch(
-    instantiation: Instantiation,
-    grid: int,
-    threads: int,
-    shared: int,
-    params: np.ndarray[Any, Any],
-) -> None:
-    """One kernel on the current stream, its parameters as one struct."""
-    kernel = load(compile_kernel(*instantiation[:2], target(), instantiation.options))
-    if shared > 48 * 1024:
-        kernel.max_dynamic_shared_size_bytes = shared
-    kernel((grid,), (threads,), (params,), shared_mem=shared)
+def common_fields(problem: Problem, plan: Plan) -> dict[str, Any]:
+    """Fields of every parameter struct that follow from the shapes and the Plan."""
+    const = constants(machine_of(plan), problem)
+    return {
+        "band": band_of(problem),
+        "heads": problem.lead[-1] if problem.lead else 1,
+        "group": problem.group,
+        "d": problem.d,
+        "d_v": problem.d_v,
+        "c": const.c,
+        "cap": 0 if const.softcap is None else const.softcap,
+    }
+
+
+@functools.lru_cache(maxsize=256)
+def _prepared(problem: Problem, plan: Plan) -> tuple[Launch, tuple[Any, ...]]:
+    """What a forward needs beside its arrays: the launch and the tail of its struct."""
+    check_plan(plan)
+    d, d_v = problem.d, problem.d_v
+    rows, _ = block_m(max(padded(d), padded(d_v)))
+    launch = Launch(
+        forward_instantiation(plan, d, d_v, softcap=problem.softcap is not None),
+        grid=-(-problem.n_q // rows) * problem.heads,
+        threads=THREADS,
+        shared=forward_shared_bytes(plan, d, d_v),
+    )
+    fields = common_fields(problem, plan) | {"stale_limit": 2.0**plan.stale_limit}
+    return launch, tail_of(FORWARD_PARAMS, fields)
 
 
 def forward(problem: GpuProblem, plan: Plan, out: Any, lse: Any, rest: Any | None) -> None:
     """See `launch.Launcher.forward`."""
-    check_plan(plan)
-    const = constants(machine_of(plan), problem.shapes)
-    params = np.zeros(1, FORWARD_PARAMS)
-    arrays = {"q": problem.q, "k": problem.k, "v": problem.v, "out": out, "rest": rest}
-    for name, x in arrays.items():
-        params[name] = 0 if x is None else x.data.ptr
-        params[f"{name}_strides"] = strides_of(x)
-    params["lse"] = lse.data.ptr
-    params["band"] = band_of(problem)
-    params["heads"], params["group"] = problem.heads, problem.group
-    params["d"], params["d_v"] = problem.d, problem.d_v
-    params["c"] = const.c
-    params["cap"] = 0 if const.softcap is None else const.softcap
-    params["stale_limit"] = 2.0**plan.stale_limit
-    rows, _ = block_m(max(padded(problem.d), padded(problem.d_v)))
-    grid = -(-problem.n_q // rows) * problem.batch * problem.heads
-    instantiation = forward_instantiation(
-        plan, problem.d, problem.d_v, softcap=problem.softcap is not None
-    )
-    launch(instantiation, grid, THREADS, forward_shared_bytes(plan, problem.d, problem.d_v), params)
+    launch, tail = _prepared(problem.shapes, plan)
+    arrays = (problem.q, problem.k, problem.v, out, rest)
+    run((launch,), (packed(FORWARD_PARAMS, arrays, (lse,), tail),), problem.device)
 
 
 def instantiations() -> Iterable[Instantiation]:

@@ -95,27 +95,37 @@ def _track_backward(
     exact_lse: F64,
     dout: Array,
     dlse: Array | None,
+    through: bool,
     progress: Progress | None,
 ) -> Gradients:
     """The backward; what the forward hands over arrives as known values with their whole errors
-    named.
+    named, or under the forward's own sources (`through`).
     """
 
     def known(value: Array, exact: F64, errors: dict[str, F64]) -> Tracked:
         return Tracked(value.astype(np.float32), exact, errors)
+
+    def of_forward(node: Tracked, name: str, whole: F64) -> dict[str, F64]:
+        """An error that the forward made, named; what its sources miss of it has the name too."""
+        if not through:
+            return {name: whole}
+        rest = whole - sum(node.errors.values(), start=np.zeros(whole.shape))
+        return node.errors | {name: node.errors.get(name, 0.0) + rest}
 
     forward = tracks.forward()
     lse_exact = np.where(tracks.started, exact_lse, 0.0)
 
     def lse(h: int) -> Tracked:
         value = finite_lse(forward.lse[h])
-        return known(value, lse_exact[h], {"LSE": value - lse_exact[h]})
+        node = m.select(tracks.started, tracks.lse[h], np.zeros(value.shape, np.float32))
+        return known(value, lse_exact[h], of_forward(node, "LSE", value - lse_exact[h]))
 
     if plan is None:
 
         def p(h: int) -> Tracked:
             node = tracks.p[h]
-            return known(node.value, node.exact, {"P from forward": node.value - node.exact})
+            errors = of_forward(node, "P from forward", node.value - node.exact)
+            return known(node.value, node.exact, errors)
 
         saved = Saved(lse=lse, o=lambda h: [], p=p)
         return standard_backward(m, problem, dout, dlse, saved, progress)
@@ -123,7 +133,8 @@ def _track_backward(
     def o(h: int) -> list[Tracked]:
         rounded, *rest = delta_parts(plan, forward, h)
         wide = forward.o[h].astype(np.float64)
-        errors = {"O in delta": wide - exact_out[h], "rounded O in delta": rounded - wide}
+        errors = of_forward(tracks.o[h], "O in delta", wide - exact_out[h])
+        errors = errors | {"rounded O in delta": rounded - wide}
         parts = [known(rounded, exact_out[h], errors)]
         for r in rest:
             parts.append(
@@ -197,6 +208,7 @@ def attribute(
     window: Any = None,
     softcap: float | None = None,
     observed: Any = None,
+    through: bool = False,
     progress: Progress | None = None,
 ) -> Attribution:
     """Split the error of attention among the places that rounded.
@@ -206,6 +218,8 @@ def attribute(
     "float16"; a given plan has its own). against: the other algorithm, subtracted source by source.
     dout (and dlse): also attribute the gradients. observed: somebody else's out, to be explained in
     place of the emulated one; what the emulation does not reproduce stays in the residual.
+    through: in the gradients, errors that the forward left in LSE, O and a stored P count under the
+    forward's sources rather than as "LSE", "O in delta" and "P from forward".
     progress(step, fraction) is called now and then. Returns the `Attribution` of out, with `parts`.
     Raises TypeError or ValueError naming argument, value and rule, and OverflowError where the
     algorithm leaves the range of its formats (half-precision state).
@@ -233,7 +247,7 @@ def attribute(
 
     def run(which: str, seen: Any) -> Attribution:
         used = flash_plan if which == "flash" else None
-        return _attribute_one(problem, used, state, gradients, exact, seen, progress)
+        return _attribute_one(problem, used, state, gradients, exact, seen, through, progress)
 
     result = run(algorithm, observed)
     return result if against is None else result - run(against, None)
@@ -350,6 +364,7 @@ def _attribute_one(
     gradients: tuple[Array, Array | None] | None,
     exact: _Exact,
     observed: Any,
+    through: bool,
     progress: Progress | None,
 ) -> Attribution:
     m = tracking_machine(problem, plan, state)
@@ -393,7 +408,7 @@ def _attribute_one(
         dout, dlse = gradients
         with np.errstate(all="ignore"):
             g = _track_backward(
-                m, problem, plan, tracks, exact.out, exact.lse, dout, dlse, progress
+                m, problem, plan, tracks, exact.out, exact.lse, dout, dlse, through, progress
             )
         _require_finite(m, algorithm, (*g.dq, *g.dk, *g.dv))
         kv = (*problem.kv_lead, problem.n_k)

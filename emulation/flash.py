@@ -111,7 +111,15 @@ class Reference:
 
     m: Node
     r: Node
-    started: Array  # the row has seen a key
+    started: Array  # the row has seen a score above -inf
+
+
+def weighs(m: Machine, s: Node, seen: Array) -> Array:
+    """Rows (R,) that see a score other than -inf, which would weigh 2^-inf = 0 under any reference
+    and so cannot be one.
+    """
+    found: Array = (seen & (m.value(s) != -np.inf)).any(axis=1)
+    return found
 
 
 def _follow(
@@ -120,7 +128,7 @@ def _follow(
     """The reference of a tile, before any redo."""
     xp = rounding.namespace(seen)
     policy = plan.numerics.reference
-    sees = xp.any(seen, axis=1)
+    sees = weighs(m, s, seen)
     started = old.started | sees
     first = started & ~old.started
     if policy == "final" or (policy == "stale" and not bool(first.any())):
@@ -324,20 +332,19 @@ def flash_rows(
         v_t = m.transpose(m.input(v[tile]))
         o = _accumulate(m, plan, ("PV accumulation", "rescale of O"), o, alpha, parts, v_t, seen)
 
-    started = ref.started
     one = xp.ones(rows, np.float32)
-    l_exact = m.select(started, join(m, plan, "row sum", lanes), one)
+    l_exact = m.select(sees, join(m, plan, "row sum", lanes), one)
     if plan.numerics.row_sum == "unrounded":
         l_out = l_exact
     elif plan.rounded_sum == "matrix":
-        l_out = m.select(started, m.take(weights, (slice(None), 0)), one)
+        l_out = m.select(sees, m.take(weights, (slice(None), 0)), one)
     else:
-        l_out = m.select(started, join(m, plan, "row sum", rounded_lanes), one)
+        l_out = m.select(sees, join(m, plan, "row sum", rounded_lanes), one)
     inverse = m.reciprocal("reciprocal", l_out, plan.inverse)
     o = m.mul("final multiply", o, column(m, inverse))
     out_format = plan.format if plan.numerics.out == "input" else "float32"
     out = m.cast("output cast", o, out_format)
-    return Rows(o, out, _lse(m, plan, const, ref, l_exact), started)
+    return Rows(o, out, _lse(m, plan, const, ref, l_exact), sees)
 
 
 def _final_reference(
@@ -348,7 +355,8 @@ def _final_reference(
     top, started = ref.m, ref.started
     for tile in visits:
         seen = seen_of(tile)
-        here, sees = m.top(scores(m, const, q, m.input(k[tile])), seen), seen.any(axis=1)
+        s = scores(m, const, q, m.input(k[tile]))
+        here, sees = m.top(s, seen), weighs(m, s, seen)
         grew = sees & (~started | (m.value(here) > m.value(top)))
         top, started = m.select(grew, here, top), started | sees
     return Reference(top, m.mul("exponent argument", top, const.c), ref.started)
@@ -427,9 +435,9 @@ def flash(
     q (..., N_q, D), k (..., N_k, D), v (..., N_k, D_v): float16, bfloat16 or float32, 2 to 4 axes;
     k and v may have fewer heads (GQA). Returns out (..., N_q, D_v), in q's dtype (float32 under
     out="float32"), and lse (..., N_q), float32, natural logarithm. A row that sees no key has out 0
-    and lse -inf. NaN and Inf reach only the rows that see them. NumPy or CuPy arrays. plan defaults
-    to cuflash's Hopper plan under `numerics`. Raises TypeError or ValueError naming argument, value
-    and rule.
+    and lse -inf. NaN and Inf reach only the rows that see them; a row whose scores are all -inf has
+    out NaN (0 / 0) and lse -inf (log 0). NumPy or CuPy arrays. plan defaults to cuflash's Hopper
+    plan under `numerics`. Raises TypeError or ValueError naming argument, value and rule.
 
     Source: FlashAttention-2 (Dao 2023), algorithm 1, with the roundings of `Plan`.
 

@@ -37,7 +37,7 @@ class Numerics:
 
     Raises ValueError naming field, value and choices.
 
-    >>> Numerics(reference="row-max", row_sum="unrounded").p
+    >>> Numerics(reference="stale", row_sum="rounded").p
     'input'
     """
 
@@ -50,7 +50,7 @@ class Numerics:
     #: exactly 1. "final": the exact max, found in a first pass.
     reference: Literal["row-max", "power-of-two", "stale", "lazy", "tie-safe", "final"] = "row-max"
     #: "rounded": l sums P as the P V product sees it. "unrounded": l sums P before it is rounded.
-    row_sum: Literal["rounded", "unrounded"] = "rounded"
+    row_sum: Literal["rounded", "unrounded"] = "unrounded"
     #: Backward: delta = rowsum(dO * O) with O as it was before rounding, or with the rounded O.
     delta: Literal["full", "rounded"] = "full"
     #: P (and dS in the backward) rounded to the input format, or carried as a high and a low half.

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from emulation import oracle
+from emulation.bounds import backward_bound, forward_bound
 from emulation.plan import BackwardPlan, Numerics, Plan
 from emulation.problem import DTYPES, Array, Problem, numpy_dtype
 from emulation.samples import KINDS, sample
@@ -168,6 +170,28 @@ def assert_within(name: str, got: Array, exact: Any, bound: Array) -> None:
         raise AssertionError(
             f"{name}{at}: {value[at]}, exact {high[at]}, error {error[at]:.3e} over {bound[at]:.3e}"
         )
+
+
+def assert_bounded(
+    results: dict[str, Array],
+    inputs: tuple[Array, Array, Array, Array],
+    plan: Plan,
+    masks: dict[str, Any],
+    dlse: Array | None = None,
+    finite: bool = True,
+) -> None:
+    """out, lse, dq, dk and dv of inputs q, k, v, dout within the bounds of the Plan around the
+    exact result; `finite`: the bounds are, everywhere.
+    """
+    q, k, v, dout = inputs
+    problem = Problem.of(q, k, v, **masks)
+    bounds = [*forward_bound(problem, plan), *backward_bound(problem, plan, dout, dlse)]
+    assert not finite or all(np.isfinite(b).all() for b in bounds)
+    exact: Any = oracle.attention(q, k, v, **masks)
+    gradients: Any = oracle.attention_vjp(q, k, v, dout, dlse=dlse, **masks)
+    for name, bound in zip(("out", "lse", "dq", "dk", "dv"), bounds, strict=True):
+        got, source = results[name], exact if name in ("out", "lse") else gradients
+        assert_within(name, got, source, bound.reshape(got.shape))
 
 
 def clean(x: Array) -> Array:

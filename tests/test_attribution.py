@@ -230,7 +230,7 @@ def test_bad_observations() -> None:
 
 
 def test_verdict_says_what_is_unaccounted_for() -> None:
-    q, k, v = sample("normal", n=64, d=64, dtype="bfloat16")
+    q, k, v = sample("normal", n=300, d=64, dtype="bfloat16")
     assert "unaccounted" not in attribute(q, k, v).verdict()
     foreign = flash(q, k, v, plan=plan_of("cudnn", q, k, v))[0]
     assert "unaccounted for" in attribute(q, k, v, observed=foreign).verdict()

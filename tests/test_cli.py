@@ -143,7 +143,10 @@ def test_wrong_arguments(
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["rapport"]) == 2
-    assert capsys.readouterr().err == "cuflash: COMMAND: rapport: must be one of report, doctor\n"
+    assert (
+        capsys.readouterr().err
+        == "cuflash: COMMAND: rapport: must be one of report, claims, doctor\n"
+    )
 
 
 def test_help_and_no_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,8 @@
 
 namespace cuflash::sm80 {
 
+constexpr int kThreads = 128;
+
 struct DeltaParams {
   const u16* dout;
   const void* out;

@@ -57,6 +57,15 @@ def group_variable(group: str) -> str:
     return _SPARE[hashlib.sha256(group.encode()).digest()[0] % len(_SPARE)][0]
 
 
+def palette(dark: bool) -> dict[str, str]:
+    """CSS variable -> colour of one scheme, for pictures outside a page.
+
+    >>> palette(dark=False)["--page"]
+    '#f5f6f8'
+    """
+    return {name: pair[dark] for name, pair in _PALETTE.items()}
+
+
 def _variables(scheme: int) -> str:
     return "".join(f"{name}:{pair[scheme]};" for name, pair in _PALETTE.items())
 

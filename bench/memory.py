@@ -1,0 +1,54 @@
+"""Peak GPU memory of cuflash's calls beyond their inputs and `out`, by CuPy's pool.
+
+    python -m bench.memory
+
+Two heads, D = 64, causal, N up to 128k: a forward takes LSE (4 bytes a row); a forward whose
+gradient will be asked for also what rounding O left; a backward its results, 8 bytes a row and, of
+halves, dQ in float32. Never anything that grows with N squared.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy
+
+import cuflash
+from bench.common import gpu, write
+from emulation.problem import numpy_dtype
+from tests.gpu_memory import measured
+
+HEADS, D = 2, 64
+LENGTHS = (1024, 4096, 16_384, 65_536, 131_072)
+
+
+def measure(n: int, dtype: str) -> dict[str, Any]:
+    """Bytes of every call, and of one array (2, N, D) beside them."""
+    with measured() as peak:
+        q, k, v, out = (cupy.zeros((HEADS, n, D), numpy_dtype(dtype)) for _ in range(4))
+        cuflash.attention(q, k, v, causal=True, out=out)
+        peak.restart()
+        cuflash.attention(q, k, v, causal=True, out=out)
+        row: dict[str, Any] = {"one array": q.nbytes, "forward": peak.bytes}
+        peak.restart()
+        _, vjp = cuflash.attention_vjp(q, k, v, causal=True, out=out)
+        row["forward before a backward"] = peak.bytes
+        peak.restart()
+        vjp(out)
+        row["backward, gradients included"] = peak.bytes
+    for name in list(row)[1:]:
+        row[f"{name}, a row and head"] = row[name] / (HEADS * n)
+    return row
+
+
+def main() -> None:
+    figures = {}
+    for dtype in ("bfloat16", "float32"):
+        for n in LENGTHS:
+            row = figures[f"{dtype} N={n}"] = measure(n, dtype)
+            print(f"{dtype} N={n:6}", {x: y for x, y in row.items() if "a row" in x}, flush=True)
+    print(write("memory", figures, extra=gpu()))
+
+
+if __name__ == "__main__":
+    main()
