@@ -32,10 +32,7 @@ __device__ __forceinline__ i64 offset(const Strides& s, i32 batch, i32 head, i32
 
 constexpr int kThreads = 128;
 
-<<<<<<< HEAD
 
-=======
->>>>>>> main
 // kStages: tiles of K, and of V, in shared memory.
 template <class Half_, int kD_, int kDv_, int kBlockM_, int kBlockN_, int kStages_>
 struct Shape {
@@ -51,15 +48,10 @@ struct Shape {
 };
 
 // S = Q K^T of this warp's rows and one tile of keys, by this lane's addresses in both.
-<<<<<<< HEAD
 // between(i) is called before the i-th of kBetween equal parts of the products.
 template <class S, int kBetween, class Between>
 __device__ __forceinline__ void scores(float (&s)[S::kRows][S::kGroups][2], u32 q, u32 k,
                                        Between&& between) {
-=======
-template <class S>
-__device__ __forceinline__ void scores(float (&s)[S::kRows][S::kGroups][2], u32 q, u32 k) {
->>>>>>> main
   using Half = typename S::Half;
 #pragma unroll
   for (int i = 0; i < S::kRows; ++i) {
@@ -263,7 +255,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   const u32 q_lane = ptx::kept(a_address<typename S::Q>(q_tile, threadIdx.x / 32 * 16, 0));
   const u32 k_lane = ptx::kept(b_address<typename S::K>(k_tiles, 0, 0));
   const u32 v_lane = ptx::kept(bt_address<typename S::V>(v_tiles, 0, 0));
-<<<<<<< HEAD
   using LoadK = TileLoad<typename S::K, kThreads>;
   using LoadV = TileLoad<typename S::V, kThreads>;
   auto load_k = [&](i32 tile) {
@@ -273,19 +264,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   auto load_v = [&](i32 tile) {
     return LoadV(v_tiles + (tile & (S::kStages - 1)) * S::V::kBytes, v, params.v_strides.row,
                  tile * kBlockN, key_low, key_high, params.d_v, tile >= tile_begin);
-=======
-  auto load_k = [&](i32 tile) {
-    if (tile < tile_begin) return;
-    load_tile<typename S::K, kThreads>(k_tiles + (tile & (S::kStages - 1)) * S::K::kBytes, k,
-                                       params.k_strides.row, tile * kBlockN, key_low, key_high,
-                                       params.d);
-  };
-  auto load_v = [&](i32 tile) {
-    if (tile < tile_begin) return;
-    load_tile<typename S::V, kThreads>(v_tiles + (tile & (S::kStages - 1)) * S::V::kBytes, v,
-                                       params.v_strides.row, tile * kBlockN, key_low, key_high,
-                                       params.d_v);
->>>>>>> main
   };
   // What was loaded has arrived, and every warp is done with what will be replaced.
   auto synchronise = [&]() {
@@ -293,34 +271,21 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::cp_async_wait<0>();
     __syncthreads();
   };
-<<<<<<< HEAD
   auto k_lane_of = [&](i32 tile) -> u32 {
     return k_lane + (tile & (S::kStages - 1)) * S::K::kBytes;
   };
   auto cap = [&](float (&s)[kRows][kGroups][2]) {
-=======
-  // S of a tile, capped.
-  auto capped_scores = [&](float (&s)[kRows][kGroups][2], i32 tile) {
-    scores<S>(s, q_lane, k_lane + (tile & (S::kStages - 1)) * S::K::kBytes);
->>>>>>> main
     if constexpr (kSoftcap) {
 #pragma unroll
       for (int i = 0; i < kRows * kGroups * 2; ++i)
         (&s[0][0][0])[i] = capped((&s[0][0][0])[i], params.cap);
     }
   };
-<<<<<<< HEAD
   // -inf where not seen. Bounds count from this thread's first row and key; both sides of the band
   // are rarely in one tile.
   auto mask = [&](float (&s)[kRows][kGroups][2], i32 tile) {
     if (tile < full_begin) {
       const i32 low = band.low_from(row_of(0), tile * kBlockN + g * 2);
-=======
-  // -inf where not seen.
-  auto mask = [&](float (&s)[kRows][kGroups][2], i32 tile) {
-    if (__builtin_expect(tile >= full_begin && tile < full_end, 1)) return;
-    const i32 start = tile * kBlockN;
->>>>>>> main
 #pragma unroll
       for (int i = 0; i < kRows * kGroups * 2; ++i) {
         const int r = i / (kGroups * 2), column = i % (kGroups * 2) / 2 * 8 + i % 2;
@@ -367,16 +332,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     if constexpr (A::kReference == Reference::kFinal) {
       // A first pass for the exact max of every row.
       for (i32 tile = tile_end - 1; tile >= tile_begin; --tile) {
-<<<<<<< HEAD
         load_k(tile).all();
         synchronise();
         scores<S, 1>(s, q_lane, k_lane_of(tile), [](int) {});
         cap(s);
-=======
-        load_k(tile);
-        synchronise();
-        capped_scores(s, tile);
->>>>>>> main
         mask(s, tile);
         float top[kRows];
         thread_max(top, s);
@@ -386,19 +345,13 @@ __global__ void __launch_bounds__(kThreads, 1)
         __syncthreads();
       }
     }
-<<<<<<< HEAD
     load_k(tile_end - 1).all();
     if constexpr (S::kStages == 2) load_v(tile_end - 1).all();
-=======
-    load_k(tile_end - 1);
-    if constexpr (S::kStages == 2) load_v(tile_end - 1);
->>>>>>> main
 
 #pragma unroll 1
     for (i32 tile = tile_end - 1; tile >= tile_begin; --tile) {
       synchronise();
       if constexpr (S::kStages == 2) {
-<<<<<<< HEAD
 #ifdef SPREAD
         auto next_k = load_k(tile - 1);
         auto next_v = load_v(tile - 1);
@@ -419,18 +372,6 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
 
       cap(s);
-=======
-        load_k(tile - 1);
-        load_v(tile - 1);
-        capped_scores(s, tile);
-      } else {
-        load_v(tile);
-        capped_scores(s, tile);
-        synchronise();
-        load_k(tile - 1);
-      }
-
->>>>>>> main
       mask(s, tile);
       float alpha[kRows];
       softmax<A>(state, s, alpha, params.c, params.stale_limit);

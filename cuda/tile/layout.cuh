@@ -75,36 +75,9 @@ class TileLoad {
 template <class T, int kThreads>
 __device__ __forceinline__ void load_tile(u32 to, const u16* from, i64 row_stride, i32 first,
                                           i32 low, i32 high, i32 cols) {
-<<<<<<< HEAD
   TileLoad<T, kThreads> load(to, from, row_stride, first, low, high, cols);
 #pragma unroll
   for (int i = 0; i < load.kPieces; ++i) load.piece(i);
-=======
-  constexpr u32 kChunks = T::kCols / 8;
-  if constexpr (kThreads % kChunks == 0 && T::kRows % (kThreads / kChunks) == 0) {
-    constexpr u32 kStep = kThreads / kChunks;
-    if (first >= low && first + T::kRows <= high && cols == T::kCols) {
-      // A thread keeps its column: one addition for each piece.
-      const u32 thread = ptx::thread_index() % kThreads, row = thread / kChunks,
-                chunk = thread % kChunks;
-      const u16* source = from + (first + row) * row_stride + chunk * 8;
-      to += row * T::kPitch + chunk * 16;
-#pragma unroll
-      for (u32 i = 0; i < T::kRows; i += kStep) {
-        ptx::cp_async_16(to + i * T::kPitch, source, true);
-        source += kStep * row_stride;
-      }
-      return;
-    }
-  }
-#pragma unroll 1
-  for (u32 i = ptx::thread_index() % kThreads; i < T::kRows * kChunks; i += kThreads) {
-    const i32 row = first + static_cast<i32>(i / kChunks), chunk = i % kChunks;
-    const bool valid = row >= low && row < high && chunk * 8 < cols;
-    const u16* source = from + (valid ? row * row_stride + chunk * 8 : 0);
-    ptx::cp_async_16(to + i / kChunks * T::kPitch + chunk * 16, source, valid);
-  }
->>>>>>> main
 }
 
 // Address of this lane for the A operand (16 x 16 at row, column) and for B = rows of K (two n8
