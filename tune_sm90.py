@@ -1,11 +1,11 @@
 """Temporary: correctness and speed of variants of cuda/sm90/forward.cu on an H200.
 
-    python tune_sm90.py correct [group ...]     cases dealt to 14 processes; 95 s in all
-    python tune_sm90.py time [d ...]            variants beside cuDNN and FA3; 118 s in all
+    python tune_sm90.py correct [group ...]     cases dealt to 14 processes; $LIMIT (150) s in all
+    python tune_sm90.py time [d ... n ...]      variants beside cuDNN and, from folder $FA3, FA3; $LIMIT (118) s in all
     python tune_sm90.py list                    how many cases and kernels
 """
 
-import dataclasses, os, pickle, statistics, subprocess, sys, tempfile, threading, time
+import dataclasses, hashlib, os, pickle, statistics, subprocess, sys, tempfile, threading, time
 from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
@@ -24,10 +24,7 @@ def tile_n(w):
 
 def base(d, dv=None, masked=False, cl=1, **kw):
     w = max(F.width_of(d), F.width_of(dv or d))
-    s = S(3 if w == 64 else 2, cl, 2, 2, masked, w < 192)
-    if w >= 192:
-        s = dataclasses.replace(s, q_stages=1)
-    return dataclasses.replace(s, **kw)
+    return dataclasses.replace(S(3 if w == 64 else 2, cl, 2, 1, masked, w < 192), **kw)
 
 
 # -- Correctness -------------------------------------------------------------------------
@@ -59,6 +56,24 @@ def groups():
     L.append(case("d128 one key tile", n=100, d=128, heads=64, batch=16, repeat=50, schedule=base(128, masked=True), causal=True))
     L.append(case("d128 static one key tile", n=250, d=128, heads=64, batch=16, repeat=50, schedule=base(128, masked=False, cl=2), causal=True))
     G["many"] = L
+    # Blocks joined and alone, stages, places of Q, warpgroups: many blocks a CTA, tiles that a warpgroup skips on
+    # either side, blocks that see nothing.
+    L = []
+    other = {64: [dict(), dict(joined=False), dict(stages=4), dict(stages=3, ping_pong=False), dict(warpgroups=2, stages=4), dict(warpgroups=2, q_stages=2),
+                  dict(warpgroups=2, stages=4, ping_pong=False), dict(cl=2, stages=3)],
+             128: [dict(), dict(joined=False), dict(stages=3), dict(stages=3, ping_pong=False), dict(q_stages=2), dict(cl=2, stages=3), dict(cl=2, joined=False)],
+             256: [dict(), dict(joined=False), dict(ping_pong=True), dict(cl=2)]}
+    for d, kws in other.items():
+        for j, kw in enumerate(kws):
+            for i, (ln, o) in enumerate((((1000, 1000), {"causal": True}), ((1000, 700), {"causal": True}), ((900, 1000), {"window": (200, 60)}),
+                                         ((700, 900), {"window": (130, 0), "causal": True}), ((700, 1000), {}), ((1000, 60), {}), ((1000, 300), {"causal": "top-left", "window": (40, 0)}))):
+                L.append(case(f"d{d} {kw} {ln} {o}", n=ln[0], n_k=ln[1], d=d, heads=16, batch=8 if d != 256 else 4, repeat=12,
+                              schedule=base(d, masked=bool(o) or (i + j) % 2 == 0, **kw), **o))
+    G["joined"] = L
+    # Stores: columns that end early, rows that end early, one row, float32, what rounding lost.
+    G["stores"] = [case(f"{n} {d}/{dv} {dt} {nm}", n=n, n_k=150, d=d, dv=dv, dtype=dt, numerics=nm, causal=c, heads=3, batch=2)
+                   for n in (1, 63, 200) for d, dv in ((64, 8), (64, 40), (96, 88), (128, 72), (128, 128), (256, 200), (192, 168))
+                   for dt, nm, c in (("bfloat16", {}, False), ("float16", {"row_sum": "rounded"}, True), ("float16", {"out": "float32"}, False))]
     L = []  # four warpgroups, 64 keys
     for nm in ({}, {"row_sum": "rounded"}, {"reference": "stale", "row_sum": "rounded"}):
         for o in ({}, {"causal": True}, {"window": (100, 30)}):
@@ -108,7 +123,7 @@ def groups():
     return G
 
 
-DEFAULT = ("many", "nwg4", "numerics", "masks64", "masks128", "gqa", "specials", "big", "sched128", "sched64", "sched256", "small")
+DEFAULT = ("many", "joined", "stores", "nwg4", "numerics", "masks64", "masks128", "gqa", "specials", "big", "sched128", "sched64", "sched256", "small")
 
 
 def plan_of(c):
@@ -165,7 +180,14 @@ def run_case(c):
         v[0, rows, [3, 7, 20, 21][: len(rows)]] = c["special"]
         k[-1, min(160, c["n_k"] - 1), 5] = c["special"]
     if c["repeat"] > 1:
-        want, want_lse = emulation.flash(q, k, v, plan=plan_of(c), **c["options"])
+        key = repr([c[x] for x in ("n", "n_k", "d", "dv", "dtype", "kind", "numerics", "special", "tile", "options")] + [few, fewk])
+        path = os.path.join(tempfile.gettempdir(), "want-" + hashlib.sha1(key.encode()).hexdigest())
+        try:
+            want, want_lse = pickle.load(open(path, "rb"))  # schedules of one problem share it
+        except (OSError, EOFError, pickle.UnpicklingError):
+            want, want_lse = emulation.flash(q, k, v, plan=plan_of(c), **c["options"])
+            with open(f"{path}.{os.getpid()}", "wb") as file: pickle.dump((want, want_lse), file)
+            os.replace(f"{path}.{os.getpid()}", path)
         want, want_lse = (np.tile(x, (b * h // few, *(1,) * (x.ndim - 1))) for x in (want, want_lse))
         q, k, v = (np.tile(x, (n // m, 1, 1)) for x, n, m in ((q, b * h, few), (k, b * hk, fewk), (v, b * hk, fewk)))
     q = q.reshape(b, h, c["n"], -1); k = k.reshape(b, hk, c["n_k"], -1); v = v.reshape(b, hk, c["n_k"], -1)
@@ -177,11 +199,17 @@ def run_case(c):
     assert (plan.tile_n, plan.numerics) == (c["tile"] and plan.tile_n or mine.tile_n, mine.numerics), plan
     plan = dataclasses.replace(plan, tile_n=mine.tile_n)
     full = np.float32 if plan.numerics.out == "float32" else q.dtype
-    out = cp.full((*q.shape[:-1], v.shape[-1]), np.nan, full)
+    room = cp.full((*q.shape[:2], c["n"] + 2, v.shape[-1] + 8), 7, full)  # out lies in it, with a border
+    out = room[:, :, : c["n"], : v.shape[-1]]
+    out.fill(np.nan)
     lse = cp.full(q.shape[:-1], np.nan, np.float32)
     rest = cp.full(out.shape, np.nan, q.dtype) if full != np.float32 else None
     F.forward(p, plan, out, lse, rest, schedule=c["schedule"])
     cp.cuda.Device().synchronize()
+    u = {2: cp.uint16, 4: cp.uint32}[room.dtype.itemsize]
+    seven = cp.full(1, 7, full).view(u)
+    border = int((room.view(u) != seven).sum()) - int((room.view(u)[:, :, : c["n"], : v.shape[-1]] != seven).sum())
+    out = cp.ascontiguousarray(room.view(u)[:, :, : c["n"], : v.shape[-1]]).view(full)
     f = None
     if c["repeat"] == 1:
         from emulation.flash import flash_forward
@@ -190,7 +218,7 @@ def run_case(c):
         if rest is not None and c["special"] is None and c["n"] < 400:
             f = flash_forward(Problem.of(q, k, v, **c["options"]), plan)
     want, want_lse = want.reshape(out.shape), want_lse.reshape(lse.shape)
-    bad = []
+    bad = [f"{border} elements beyond out written"] if border else []
     for name, got, exp in (("lse", cp.asnumpy(lse), want_lse), ("out", cp.asnumpy(out), want)):
         gw, ew = got.astype(np.float32), exp.astype(np.float32)
         u = {2: np.uint16, 4: np.uint32}[got.dtype.itemsize]
@@ -238,7 +266,7 @@ def warm():
                 emulation.flash(q, k, v, plan=Plan(format=dt, tile_n=128, numerics=Numerics(**nm)), **o)
 
 
-def correct(names, limit=95.0, workers=14, stuck=25.0):
+def correct(names, limit=float(os.environ.get("LIMIT", 150)), workers=14, stuck=25.0):
     G = groups()
     cases = [(i, x) for i, x in enumerate((n, c) for n in (names or DEFAULT) for c in G[n])]
     warm = subprocess.Popen([sys.executable, __file__, "warm"])
@@ -293,46 +321,41 @@ def correct(names, limit=95.0, workers=14, stuck=25.0):
 
 
 # -- Speed -------------------------------------------------------------------------------
-UN, RO = {}, {"row_sum": "rounded"}
-STALE, STALE_UN = {"reference": "stale", "row_sum": "rounded"}, {"reference": "stale"}
-
-
-def variants(d, causal):
-    """name -> (numerics, schedule): at most eight a head dimension."""
+def variants(d, n, causal):
+    """name -> schedule, at most nine. A name that ends in * has its counter zeroed beforehand."""
     dyn = causal
     if d == 64:
+        k = dict(masked=True)
         found = {
-            "apart": (RO, base(64, masked=dyn)), "un": (UN, base(64, masked=dyn)), "n4 un nopp": (UN, base(64, masked=dyn, warpgroups=4, stages=3, ping_pong=False), 64),
-            "stale": (STALE, base(64, masked=dyn)), "stale un": (STALE_UN, base(64, masked=dyn)),
-            "n4 apart": (RO, base(64, masked=dyn, warpgroups=4, stages=3), 64), "n4 un": (UN, base(64, masked=dyn, warpgroups=4, stages=3), 64),
-            "n4 stale": (STALE, base(64, masked=dyn, warpgroups=4, stages=3), 64),
+            "dyn": base(64, **k), "dyn*": base(64, **k), "dyn alone": base(64, joined=False, **k), "dyn nopp": base(64, ping_pong=False, **k),
+            "dyn st4": base(64, stages=4, **k), "dyn st4 nopp": base(64, stages=4, ping_pong=False, **k),
+            "w2 st4": base(64, warpgroups=2, stages=4, masked=dyn), "w2 st4 nopp": base(64, warpgroups=2, stages=4, masked=dyn, ping_pong=False),
         }
+        found |= {"w2 st2*": base(64, warpgroups=2, **k)} if causal else {"static": base(64)}
     elif d == 128:
+        k = dict(masked=dyn)
         found = {
-            "apart cl1": (RO, base(128, masked=dyn)), "apart cl2": (RO, base(128, masked=dyn, cl=2)), "un cl1": (UN, base(128, masked=dyn)),
-            "un cl2": (UN, base(128, masked=dyn, cl=2)), "un cl2 nopp": (UN, base(128, masked=dyn, cl=2, ping_pong=False)),
-            "stale cl1": (STALE, base(128, masked=dyn)), "stale cl2": (STALE, base(128, masked=dyn, cl=2)),
-            "stale un cl2": (STALE_UN, base(128, masked=dyn, cl=2)),
+            "cl1": base(128, **k), "cl1 alone": base(128, joined=False, **k), "cl1 st3": base(128, stages=3, **k), "cl1 nopp": base(128, ping_pong=False, **k),
+            "cl2": base(128, cl=2, **k), "cl2 st3": base(128, cl=2, stages=3, **k), "cl2 st3 nopp": base(128, cl=2, stages=3, ping_pong=False, **k),
+            "cl1 q2": base(128, q_stages=2, **k),
         }
+        if causal: found["cl1 st3*"] = found["cl1 st3"]
     else:
+        k = dict(masked=dyn)
         found = {
-            "apart cl1": (RO, base(256, masked=dyn)), "apart cl2": (RO, base(256, masked=dyn, cl=2)), "un cl1": (UN, base(256, masked=dyn)),
-            "un cl2": (UN, base(256, masked=dyn, cl=2)), "un cl2 pp": (UN, base(256, masked=dyn, cl=2, ping_pong=True)),
-            "stale cl2": (STALE, base(256, masked=dyn, cl=2)), "stale un cl2": (STALE_UN, base(256, masked=dyn, cl=2)),
+            "cl1": base(256, **k), "cl1 alone": base(256, joined=False, **k), "cl1 pp": base(256, ping_pong=True, **k),
+            "cl2": base(256, cl=2, **k), "cl2 pp": base(256, cl=2, ping_pong=True, **k), "cl2 alone": base(256, cl=2, joined=False, **k),
         }
-    if causal:
-        name = "un" if d == 64 else "un cl1"
-        found[name + " static"] = (UN, dataclasses.replace(found[name][1], dynamic=False))
-        found.pop("un cl2 nopp", None); found.pop("un cl2 pp", None)
+        if causal: found["cl1*"] = found["cl1"]
     return found
 
 
-def cells(d):
-    return [(n, c) for n in (1024, 4096, 16384) for c in (False, True)]
+def cells(ds, ns):
+    return [(n, d, c) for n in ns for d in ds for c in (False, True)]
 
 
-def timing(d, which, only):
-    """One process: all cells of a head dimension; lines on stdout are results."""
+def timing(todo):
+    """One process: the cells "n:d:causal"; lines on stdout are results."""
     import cupy as cp, torch
     import torch.nn.functional as TF
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -340,12 +363,18 @@ def timing(d, which, only):
     from cuflash.problem import GpuProblem
     fa3 = None
     try:
+        if os.environ.get("FA3"): sys.path.insert(0, os.environ["FA3"])
         import fa3_fwd_interface as fa3
     except Exception as e:
-        print("no FA3:", repr(e)[:100])
+        print("NOTE no FA3:", repr(e)[:200], flush=True)
+    slab = cp.zeros(1 << 20, np.int32)  # counters zeroed beforehand, each used once
+    slots = iter(range(0, 1 << 20, 4))
+    zeroed = F.zeroed
+    def ready():
+        i = next(slots)
+        return slab[i : i + 1]
     stream = cp.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
-    for n, causal in cells(d):
-        if only and f"{n}{'c' if causal else 'f'}" not in only: continue
+    for n, d, causal in ((int(n), int(d), c == "True") for n, d, c in (x.split(":") for x in todo)):
         b, h = 16384 // n, 2048 // d
         torch.manual_seed(0)
         q, k, v = (torch.randn(b, h, n, d, device="cuda", dtype=torch.bfloat16) for _ in range(3))
@@ -360,10 +389,12 @@ def timing(d, which, only):
         if fa3 is not None:
             q3, k3, v3 = (z.transpose(1, 2).contiguous() for z in (q, k, v))
             fns["FA3"] = lambda: fa3.flash_attn_func(q3, k3, v3, causal=causal)
-        for name, (nm, s, *tile) in variants(d, causal).items():
-            plan = cuflash.plan(*g, causal=causal, numerics=nm)
-            if tile: plan = dataclasses.replace(plan, tile_n=tile[0])
-            fns[name] = lambda plan=plan, s=s: F.forward(p, plan, out, lse, None, schedule=s)
+        plan = cuflash.plan(*g, causal=causal)
+        for name, s in variants(d, n, causal).items():
+            def ours(s=s, name=name):
+                F.zeroed = ready if name.endswith("*") else zeroed
+                F.forward(p, plan, out, lse, None, schedule=s)
+            fns[name] = ours
         reps = max(6, int(0.012 / (flop / 600e12)))
         times = {x: [] for x in fns}
         host = {}
@@ -372,7 +403,7 @@ def timing(d, which, only):
                 order = list(fns.items())
                 for name, f in order[r % len(order):] + order[:r % len(order)]:
                     a, z = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                    print(f"AT {n} {'causal' if causal else 'full'} {name}", flush=True)
+                    print(f"AT D{d} N{n} {'causal' if causal else 'full'} {name}", flush=True)
                     f()
                     torch.cuda._sleep(2_000_000)  # the queue fills while the device sleeps: no call waits for the host
                     t = time.perf_counter()
@@ -389,38 +420,32 @@ def timing(d, which, only):
             f"{x} {m:.0f}" + ("" if x in ("FA3", "cudnn") else f" ({m / peer:.3f})") for x, m in med.items()), flush=True)
 
 
-def speed(ds, limit=118.0):
-    jobs = []
-    for d in ds:
-        for causal in (False, True):
-            for nm, s, *tile in variants(d, causal).values():
-                p = Plan(numerics=Numerics(**nm), format="bfloat16", tile_n=tile[0] if tile else tile_n(d))
-                jobs.append(tuple(F.forward_instantiation(p, d, d, False, s)))
-    prebuild(jobs)
-    for d in ds:
-        left = [f"{n}{'c' if c else 'f'}" for n, c in cells(d)]
-        while left and time.time() - T0 < limit:
-            # One process for what is left; a cell in which a variant hangs (20 s without a word) is named and skipped.
-            p = subprocess.Popen([sys.executable, __file__, "timing", str(d), "x", ",".join(left)], stdout=subprocess.PIPE,
-                                 stderr=subprocess.STDOUT, text=True)
-            last, at, before = [time.time() + 15], ["start"], len(left)
-            def watch():
-                while p.poll() is None:
-                    if time.time() > last[0] + 20 or time.time() - T0 > limit: p.kill()
-                    time.sleep(0.2)
-            threading.Thread(target=watch, daemon=True).start()
-            tail = []
-            for line in p.stdout:
-                last[0] = time.time()
-                if line.startswith("AT "): at[0] = line[3:].rstrip()
-                elif line.startswith("RESULT "):
-                    print(line[7:], end="", flush=True); left.pop(0)
-                else: tail = (tail + [line.rstrip()])[-6:]
-            p.wait()
-            if p.returncode and left:
-                late = time.time() - T0 > limit
-                print(f"D{d}: {'out of time' if late else 'HUNG or died'} at {at[0]} rc {p.returncode} {'' if late else tail}", flush=True)
-                left.pop(0)
+def speed(ds, ns, limit=float(os.environ.get("LIMIT", 118))):
+    left = cells(ds, ns)
+    prebuild([tuple(F.forward_instantiation(Plan(format="bfloat16", tile_n=tile_n(d)), d, d, False, s)) for n, d, c in left for s in variants(d, n, c).values()])
+    while left and time.time() - T0 < limit:
+        # One process for what is left; a cell in which a variant hangs (20 s without a word) is named and skipped.
+        p = subprocess.Popen([sys.executable, __file__, "timing", *(f"{n}:{d}:{c}" for n, d, c in left)], stdout=subprocess.PIPE,
+                             stderr=subprocess.STDOUT, text=True)
+        last, at = [time.time() + 25], ["start"]
+        def watch():
+            while p.poll() is None:
+                if time.time() > last[0] + 20 or time.time() - T0 > limit: p.kill()
+                time.sleep(0.2)
+        threading.Thread(target=watch, daemon=True).start()
+        tail = []
+        for line in p.stdout:
+            last[0] = time.time()
+            if line.startswith("AT "): at[0] = line[3:].rstrip()
+            elif line.startswith("NOTE "): print(line, end="", flush=True)
+            elif line.startswith("RESULT "):
+                print(line[7:], end="", flush=True); left.pop(0)
+            else: tail = (tail + [line.rstrip()])[-6:]
+        p.wait()
+        if p.returncode and left:
+            late = time.time() - T0 > limit
+            print(f"{'out of time' if late else 'HUNG or died'} at {at[0]} rc {p.returncode} {'' if late else tail}", flush=True)
+            left.pop(0)
     print(f"{time.time() - T0:.0f} s", flush=True)
 
 
@@ -429,7 +454,9 @@ if __name__ == "__main__":
     if what == "correct": correct(rest)
     elif what == "worker": worker(rest[0])
     elif what == "warm": warm()
-    elif what == "time": speed([int(x) for x in rest] or [128, 64, 256])
-    elif what == "timing": timing(int(rest[0]), rest[1], set(rest[2].split(",")))
+    elif what == "time":
+        given = [int(x) for x in rest]
+        speed([x for x in given if x <= 256] or [64, 256, 128], [x for x in given if x > 256] or [1024, 4096, 16384])
+    elif what == "timing": timing(rest)
     elif what == "list":
         G = groups(); print({n: len(G[n]) for n in DEFAULT}, len({instantiation(c) for n in DEFAULT for c in G[n]}))
