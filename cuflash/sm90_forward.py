@@ -43,7 +43,7 @@ MAPS = ("q", "k", "v")
 DIVISOR = [("multiplier", np.uint32), ("shift", np.uint32)]
 #: cuflash::sm90::Order.
 ORDER_COUNTS = ("works", "blocks", "first_block", "next_block", "whole_sets", "set", "last")
-ORDER = [(name, np.int32) for name in (*ORDER_COUNTS, "in_batch")]
+ORDER = [(name, np.int32) for name in (*ORDER_COUNTS, "in_batch", "shift")]
 ORDER_BY = ("by_set", "by_head", "by_last", "by_batch", "by_group")
 #: The parameters behind the tensor maps.
 FIELDS = np.dtype(
@@ -78,6 +78,8 @@ class Schedule:
     ping_pong: bool
     joined: bool = True
     ones: str = "kApart"
+    tries: int = 0
+    short_first: bool = True
 
     @property
     def block_m(self) -> int:
@@ -158,7 +160,7 @@ def forward_instantiation(
         f"cuflash::sm90::Schedule<{schedule.warpgroups},{schedule.cluster},{schedule.stages},"
         f"{schedule.q_stages},{flag(schedule.dynamic)},{flag(schedule.ping_pong)},"
         f"{flag(schedule.joined)},"
-        f"cuflash::sm90::Ones::{ones}>",
+        f"cuflash::sm90::Ones::{ones}" + (f",{schedule.tries}>" if schedule.tries else ">"),
         arithmetic(plan),
         flag(softcap),
         flag(plan.numerics.out == "float32"),
@@ -179,7 +181,9 @@ def order_of(problem: Problem, schedule: Schedule) -> dict[str, Any]:
     lack rows.
     """
     heads, in_batch = problem.heads, problem.lead[-1] if problem.lead else 1
-    blocks = -(-problem.n_q // (schedule.block_m * schedule.cluster))
+    rows = schedule.block_m * schedule.cluster
+    blocks = -(-problem.n_q // rows)
+    late = bool(problem.causal) and schedule.short_first
     together = 1
     if schedule.dynamic:
         of_head = 2 * problem.n_k * (problem.d + problem.d_v)
@@ -194,6 +198,7 @@ def order_of(problem: Problem, schedule: Schedule) -> dict[str, Any]:
         "set": together,
         "last": last,
         "in_batch": in_batch,
+        "shift": blocks * rows - -(-problem.n_q // 64) * 64 if late else 0,
         "by_set": divisor(together * blocks),
         "by_head": divisor(together),
         "by_last": divisor(max(1, last)),

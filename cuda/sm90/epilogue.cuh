@@ -32,13 +32,18 @@ struct Rows {
   i32 batch, head, first;
 };
 
+// Whether there is such a row: the first block of a head may begin before it.
+__device__ __forceinline__ bool exists(const Band& band, i32 row) {
+  return static_cast<u32>(row) < static_cast<u32>(band.n_q);
+}
+
 // O in float32, from registers to global memory. row: this thread's first one.
 template <int kDv, int kColumns>
 __device__ __forceinline__ void write_float(const ForwardParams& params, const Rows& rows, i32 row,
                                             const Scores<kColumns>& o) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    if (row + 8 * i >= params.band.n_q) continue;
+    if (!exists(params.band, row + 8 * i)) continue;
     float* out = static_cast<float*>(params.out) +
                  params.out_strides.at(rows.batch, rows.head, row + 8 * i) + threadIdx.x % 4 * 2;
 #pragma unroll
@@ -55,7 +60,7 @@ __device__ __forceinline__ void write_rest(const ForwardParams& params, const Ro
                                            const Scores<kColumns>& o) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    if (row + 8 * i >= params.band.n_q) continue;
+    if (!exists(params.band, row + 8 * i)) continue;
     u16* rest = params.rest + params.rest_strides.at(rows.batch, rows.head, row + 8 * i) +
                 threadIdx.x % 4 * 2;
 #pragma unroll
@@ -89,7 +94,7 @@ __device__ __forceinline__ void write_halves(const ForwardParams& params, const 
   const int first = threadIdx.x % 4 * 8;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const bool inside = row + 8 * i < params.band.n_q;
+    const bool inside = exists(params.band, row + 8 * i);
     u16* out = static_cast<u16*>(params.out) +
                params.out_strides.at(rows.batch, rows.head, row + 8 * i) + first;
 #pragma unroll

@@ -129,7 +129,8 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
         i32 next = work + clusters;
         if constexpr (P::kDynamic) {
           if (rank == 0) {
-            next = clusters + static_cast<i32>(atomicAdd(params.counter, 1u));
+            // Every cluster asks once more than it gets work, so the counter ends at 0.
+            next = clusters + static_cast<i32>(atomicInc(params.counter, order.works + clusters - 1));
             ptx::mbarrier_wait(base + L::kWorkEmpty + 8 * (turn % 2), turn / 2 % 2 ^ 1);
             const i32 told = work < order.works ? work : -1;
             const u32 slot = base + L::kWork + 4 * (turn % 2);
@@ -192,7 +193,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
         if (work < 0) break;
         const Work<S, P> w(order, band, work, rank);
         i32 begin, end;
-        Work<S, P>::tiles(band, w.first_row, w.last_row, begin, end);
+        Work<S, P>::tiles(band, w.first, w.last_row, begin, end);
         for (i32 tile = w.end - 1; tile >= w.begin; --tile, ++v_turn) {
           const u32 stage = v_turn % kStages;
           ptx::mbarrier_wait(base + L::kVFull + 8 * stage, v_turn / kStages % 2);
@@ -215,6 +216,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
     const int mine = warpgroup - 1;
     constexpr int kColumns = S::kDv / 8 + (P::kOnes != Ones::kNone ? 1 : 0);
     float s[2][kGroups][2], o[2][kColumns][2];
+    u32 held[P::kHeldQ ? S::kD / 16 : 1][4];
     u32 p[kGroups / 2][4];
     u32 k = 0, v = 0;      // tiles used so far
     u32 clean_parity = 0;  // a bit per stage
@@ -245,8 +247,11 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
       clean_parity ^= 1u << stage;
       return ptx::ld_shared(base + L::kFound + 4 * stage) == static_cast<i32>(v);
     };
-    auto product = [&] {  // O takes P
-      issue_output<S, P::kOnes>(o, p, base + L::kV + v % kStages * S::V::kBytes, base + L::kOnes);
+    auto product = [&](bool passes) {  // O takes P
+      issue_output<S, P::kOnes>(o, p, base + L::kV + v % kStages * S::V::kBytes, base + L::kOnes,
+                                [&] {
+                                  if (P::kEarlyPass && passes) pass_turn();
+                                });
       ptx::wgmma_commit_group();
     };
     auto end_product = [&] {
@@ -259,7 +264,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
       ptx::fence_operands(o);
       ptx::fence_operands(p);
       ptx::wgmma_fence();
-      product();
+      product(false);
       end_product();
     };
 
@@ -273,20 +278,26 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
       __syncwarp();
       if (lane == 0) received(turn);
       const Work<S, P> w(order, band, max(piece, 0), rank);
-      const i32 first_row = w.first_row + 64 * mine, last_row = min(first_row + 64, band.n_q) - 1;
+      const i32 first_row = w.first_row + 64 * mine,
+                last_row = first_row < 0 ? first_row - 1 : min(first_row + 64, band.n_q) - 1;
       i32 begin, end, cta_begin, cta_end;  // tiles that this warpgroup sees, that the CTA sees
       Work<S, P>::tiles(band, first_row, last_row, begin, end);
-      Work<S, P>::tiles(band, w.first_row, w.last_row, cta_begin, cta_end);
+      Work<S, P>::tiles(band, w.first, w.last_row, cta_begin, cta_end);
       if (piece < 0 || end <= begin) begin = end = w.begin;
       const i32 full_begin = (band.low(last_row) + kBlockN - 1) / kBlockN,
                 full_end = band.high(first_row) / kBlockN;
       const u32 slot = turn % P::kQStages * kWarpgroups + mine;
       const u32 q = ptx::opaque(base + L::kQ + slot * L::kQSlot);
-      auto wait_q = [&] {
-        ptx::mbarrier_wait(base + L::kQFull + 8 * slot, turn / P::kQStages % 2);
-      };
       auto release_q = [&] {
         if (lane == 0) ptx::mbarrier_arrive(base + L::kQEmpty + 8 * slot);
+      };
+      auto wait_q = [&] {
+        ptx::mbarrier_wait(base + L::kQFull + 8 * slot, turn / P::kQStages % 2);
+        if constexpr (P::kHeldQ) {
+          load_q<S>(held, q);
+          __syncwarp();
+          release_q();
+        }
       };
 
       // Tiles that are here for others. Every warpgroup of a CTA takes as many turns: one for each
@@ -347,7 +358,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
         for (int i = 0; i < 2; ++i) {
           l[i] = quad_sum(state[i].l);
           sees[i] = band.high(row + 8 * i) > band.low(row + 8 * i);
-          if (thread % 4 == 0 && row + 8 * i < band.n_q) {
+          if (thread % 4 == 0 && exists(band, row + 8 * i)) {
             const float lse = __fmul_rn(__fadd_rn(state[i].r, ptx::lg2_approx_ftz(l[i])),
                                         0.693147182464599609375f);
             params.lse[static_cast<i64>(done.flat_head) * band.n_q + row + 8 * i] =
@@ -356,12 +367,32 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
         }
       };
 
+      // Whether the next tiles of K and V are there, asked early.
+      bool ready = false;
+      auto look_ahead = [&] {
+        if constexpr (P::kEarly) {
+          ready = ptx::mbarrier_test_wait_parity(base + L::kKFull + 8 * (k % kStages),
+                                                 k / kStages % 2) &
+                  ptx::mbarrier_test_wait_parity(base + L::kVFull + 8 * (v % kStages),
+                                                 v / kStages % 2);
+        }
+      };
+
+      auto scores = [&] {
+        const u32 at = base + L::kK + k % kStages * S::K::kBytes;
+        if constexpr (P::kHeldQ) {
+          issue_scores<S>(s, held, at);
+        } else {
+          issue_scores<S>(s, q, at);
+        }
+      };
+
       // S and P of a tile, while O takes the P before.
       auto step = [&](i32 tile, Step kind) {
         const bool first = kind == Step::kAlone || kind == Step::kJoined;
-        wait_k();
+        if (!(P::kEarly && ready)) wait_k();
         if (!first) {
-          wait_v();
+          if (!(P::kEarly && ready)) wait_v();
           if (kind != Step::kPlain && w.scanned(tile + 1)) found |= wait_clean();
         }
         wait_turn();
@@ -369,10 +400,12 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
         ptx::fence_operands(o);
         ptx::fence_operands(p);
         ptx::wgmma_fence();
-        issue_scores<S>(s, q, base + L::kK + k % kStages * S::K::kBytes);
+        scores();
         ptx::wgmma_commit_group();
-        if (kind != Step::kAlone) product();
-        pass_turn();
+        if (kind != Step::kAlone) {
+          product(true);
+        }
+        if (!P::kEarlyPass || kind == Step::kAlone) pass_turn();
         if (kind == Step::kJoined) finish_rows();
         if (kind != Step::kAlone) {
           ptx::wgmma_wait_group<1>();
@@ -381,12 +414,22 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
         }
         ptx::fence_operands(s);
         release_k();
-        if (tile == begin) release_q();
+        if (!P::kHeldQ && tile == begin) release_q();
         cap();
+        if constexpr (P::kStays && A::kReference != Reference::kStale) {
+          if (kind == Step::kPlain) {
+            update_whole<A, Half>(state, s, p, o, params.c, [&] {
+              end_product();
+              look_ahead();
+            });
+            return;
+          }
+        }
         if (kind != Step::kPlain) mask(tile);
         if (first) state[0] = state[1] = RowState();
         if constexpr (A::kReference != Reference::kStale) to_p();
         if (kind != Step::kAlone) end_product();
+        if (kind == Step::kPlain) look_ahead();
         if constexpr (A::kReference == Reference::kStale) {
           to_p();
         } else {
@@ -454,7 +497,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
         wait_q();
         if (end > begin) {
           step(end - 1, Step::kAlone);
-        } else {
+        } else if (!P::kHeldQ) {
           release_q();
         }
       }
@@ -469,6 +512,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
           step(tile, Step::kEdge);
 #pragma unroll 1
         for (; tile >= plain_begin && tile < plain_end; --tile) step(tile, Step::kPlain);
+        ready = false;
       }
       pending = end > begin;
       if (pending) {

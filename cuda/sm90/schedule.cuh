@@ -25,12 +25,14 @@ struct Shape {
 // What changes no bit. kWarpgroups: consumers. kStages: of K and of V. kQStages: of Q. kJoined: a
 // block's last product runs beside the first scores of the next block.
 template <int kWarpgroups_, int kCluster_, int kStages_, int kQStages_, bool kDynamic_,
-          bool kPingPong_, bool kJoined_, Ones kOnes_>
+          bool kPingPong_, bool kJoined_, Ones kOnes_, int kTry_ = 0>
 struct Schedule {
   static constexpr int kWarpgroups = kWarpgroups_, kCluster = kCluster_, kStages = kStages_,
                        kQStages = kQStages_;
   static constexpr bool kDynamic = kDynamic_, kPingPong = kPingPong_, kJoined = kJoined_;
   static constexpr Ones kOnes = kOnes_;
+  static constexpr bool kStays = kTry_ & 1, kEarly = kTry_ & 2, kHeldQ = kTry_ & 4,
+                        kEarlyPass = kTry_ & 8;
   static constexpr int kBlockM = 64 * kWarpgroups, kThreads = 128 * (kWarpgroups + 1);
   // Registers of a producer's and of a consumer's thread: what the launch gave, shared anew.
   static constexpr int kProducerRegs = kWarpgroups == 2 ? 40 : 32;
@@ -99,6 +101,7 @@ struct Order {
   i32 whole_sets;               // before the last one
   i32 set, last;                // heads of a set, of the last one
   i32 in_batch;                 // query heads of a batch entry
+  i32 shift;                    // rows that block 0 lacks, a multiple of 64
   Divisor by_set;               // blocks of a set
   Divisor by_head;              // heads of a set
   Divisor by_last;              // heads of the last one
@@ -108,7 +111,8 @@ struct Order {
 // The block of rows that a CTA takes, and the tiles of keys that it and its cluster walk.
 template <class S, class P>
 struct Work {
-  i32 flat_head, first_row, last_row;  // last_row < first_row: past the end
+  i32 flat_head;
+  i32 first_row, first, last_row;      // first: not before row 0; last_row < first: nothing
   i32 begin, end;                      // of the cluster: loaded by both CTAs
   i32 full_begin, full_end;            // tiles that every row of the CTA sees whole
   i32 clean_begin, clean_end;          // tiles of which every row sees all keys that exist
@@ -129,10 +133,12 @@ struct Work {
     const i32 above = (last ? order.by_last : order.by_head).of(rest);
     const i32 block = order.first_block + above * order.next_block;
     flat_head = first_head + rest - above * (last ? order.last : order.set);
-    tiles(band, block * kRows, min((block + 1) * kRows, band.n_q) - 1, begin, end);
-    first_row = block * kRows + rank * P::kBlockM;
+    const i32 start = block * kRows - order.shift;
+    tiles(band, max(start, 0), min(start + kRows, band.n_q) - 1, begin, end);
+    first_row = start + rank * P::kBlockM;
+    first = max(first_row, 0);
     last_row = min(first_row + P::kBlockM, band.n_q) - 1;
-    const i32 high = band.high(first_row);
+    const i32 high = band.high(first);
     full_begin = clean_begin = (band.low(last_row) + S::kBlockN - 1) / S::kBlockN;
     full_end = high / S::kBlockN;
     clean_end = high < band.n_k ? full_end : (high + S::kBlockN - 1) / S::kBlockN;

@@ -98,6 +98,122 @@ __device__ __forceinline__ void update(RowState (&rows)[2], Scores<kGroups>& s, 
   for (int i = 0; i < 2; ++i) rows[i].l = __fmaf_rn(rows[i].l, alpha[i], t[i]);
 }
 
+// The largest of each row's columns in this thread, by integer comparisons: right if it is positive,
+// else +0 (or NaN).
+template <int kGroups>
+__device__ __forceinline__ void positive_tops(float (&top)[2], const Scores<kGroups>& s) {
+  i32 x[2], y[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    x[i] = max(__float_as_int(s[i][0][0]), __float_as_int(s[i][0][1]));
+    y[i] = max(__float_as_int(s[i][1][0]), __float_as_int(s[i][1][1]));
+  }
+#pragma unroll
+  for (int j = 2; j < kGroups; j += 2) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      x[i] = __vimax3_s32(x[i], __float_as_int(s[i][j][0]), __float_as_int(s[i][j][1]));
+      y[i] = __vimax3_s32(y[i], __float_as_int(s[i][j + 1][0]), __float_as_int(s[i][j + 1][1]));
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) top[i] = __int_as_float(__vimax3_s32(x[i], y[i], 0));
+}
+
+// P of the groups [kFrom, kTo), this lane's sums t so far, and O times alpha where references moved,
+// between the exponentials.
+template <class Half, bool kMoved, int kFrom, int kTo, int kGroups, int kColumns>
+__device__ __forceinline__ void exponentials(float (&t)[2], Scores<kGroups>& s,
+                                             u32 (&p)[kGroups / 2][4], Scores<kColumns>& o,
+                                             const float (&r)[2], const float (&alpha)[2],
+                                             float c) {
+#pragma unroll
+  for (int j = kFrom; j < kTo; ++j) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        s[i][j][e] = ptx::ex2_approx_ftz(__fmaf_rn(s[i][j][e], c, -r[i]));
+        t[i] = j + e == 0 ? s[i][0][0] : __fadd_rn(t[i], s[i][j][e]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) p[j / 2][j % 2 * 2 + i] = Half::pack(s[i][j][0], s[i][j][1]);
+    if constexpr (kMoved) {
+#pragma unroll
+      for (int k = (j - kFrom) * kColumns / (kTo - kFrom);
+           k < (j - kFrom + 1) * kColumns / (kTo - kFrom); ++k) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) o[i][k][e] = __fmul_rn(o[i][k][e], alpha[i]);
+        }
+      }
+    }
+  }
+}
+
+// Tiles that nothing hides: most leave every reference of the warp where it is, and no lane has to
+// ask another. True if a reference moved; r, c: of the exponentials' arguments.
+template <class A, int kGroups, class F>
+__device__ __forceinline__ bool follow_whole(RowState (&rows)[2], Scores<kGroups>& s, float (&r)[2],
+                                             float (&alpha)[2], float& c, F end_product) {
+  float top[2];
+  positive_tops(top, s);
+  const bool stays = !unusual(rows[0].r) && !unusual(rows[1].r) &&
+                     __fmul_rn(top[0], c) <= rows[0].r && __fmul_rn(top[1], c) <= rows[1].r;
+  end_product();
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    r[i] = rows[i].r;
+    alpha[i] = 1.0f;
+  }
+  if (__all_sync(kWholeWarp, stays)) return false;
+  if (__any_sync(kWholeWarp, !(top[0] > 0.0f && top[1] > 0.0f))) row_tops(top, s);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float old = rows[i].r;
+    r[i] = rows[i].r = follow<A::kReference>(old, __fmul_rn(quad_max(top[i]), c));
+    const bool same = old == r[i] || old == negative_infinity();
+    alpha[i] = same ? 1.0f : ptx::ex2_approx_ftz(__fsub_rn(old, r[i]));
+  }
+  if (__any_sync(kWholeWarp, unusual(r[0]) || unusual(r[1]))) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (r[i] == negative_infinity()) r[i] = 0.0f;
+      const bool wide = unusual(r[i]);
+#pragma unroll
+      for (int j = 0; j < kGroups; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = s[i][j][e];
+          x = wide ? __fsub_rn(__fmul_rn(x, c), r[i]) : __fmaf_rn(x, c, -r[i]);
+        }
+      }
+      r[i] = 0.0f;
+    }
+    c = 1.0f;  // fma(x, 1, -0) is x
+  }
+  return true;
+}
+
+// S becomes P, O is rescaled.
+template <class A, class Half, int kGroups, int kColumns, class F>
+__device__ __forceinline__ void update_whole(RowState (&rows)[2], Scores<kGroups>& s,
+                                             u32 (&p)[kGroups / 2][4], Scores<kColumns>& o,
+                                             float c, F end_product) {
+  float r[2], t[2], alpha[2];
+  if (follow_whole<A>(rows, s, r, alpha, c, end_product)) {
+    exponentials<Half, true, 0, kGroups>(t, s, p, o, r, alpha, c);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) rows[i].l = __fmaf_rn(rows[i].l, alpha[i], t[i]);
+  } else {
+    exponentials<Half, false, 0, kGroups>(t, s, p, o, r, alpha, c);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) rows[i].l = __fadd_rn(rows[i].l, t[i]);
+  }
+}
+
 // The A operands of P V: an accumulator's layout is that of an operand.
 template <class Half, int kGroups>
 __device__ __forceinline__ void pack(u32 (&p)[kGroups / 2][4], const Scores<kGroups>& s) {
