@@ -60,10 +60,10 @@ def groups():
     # Blocks joined and alone, stages, places of Q, warpgroups: many blocks a CTA, tiles that a warpgroup skips on
     # either side, blocks that see nothing.
     L = []
-    other = {64: [dict(), dict(tries=3), dict(tries=11), dict(tries=3, stages=4), dict(tries=1, ping_pong=False), dict(joined=False), dict(stages=4), dict(stages=3, ping_pong=False), dict(warpgroups=2, stages=4), dict(warpgroups=2, q_stages=2),
+    other = {64: [dict(), dict(tries=3), dict(tries=11), dict(tries=19), dict(tries=27), dict(tries=19, stages=4), dict(tries=1, ping_pong=False), dict(joined=False), dict(stages=4), dict(stages=3, ping_pong=False), dict(warpgroups=2, stages=4), dict(warpgroups=2, q_stages=2),
                   dict(warpgroups=2, stages=4, ping_pong=False), dict(cl=2, stages=3)],
-             128: [dict(), dict(tries=3), dict(tries=7), dict(tries=15), dict(tries=7, stages=3), dict(tries=11, q_stages=2), dict(tries=7, cl=2), dict(joined=False), dict(stages=3), dict(stages=3, ping_pong=False), dict(q_stages=2), dict(cl=2, stages=3), dict(cl=2, joined=False)],
-             256: [dict(), dict(tries=3), dict(tries=11, ping_pong=True), dict(joined=False), dict(ping_pong=True), dict(cl=2)]}
+             128: [dict(), dict(tries=3), dict(tries=7), dict(tries=27), dict(tries=16), dict(tries=23, stages=3), dict(tries=11, q_stages=2), dict(tries=23, cl=2), dict(tries=19, cl=2), dict(joined=False), dict(stages=3), dict(stages=3, ping_pong=False), dict(q_stages=2), dict(cl=2, stages=3), dict(cl=2, joined=False)],
+             256: [dict(), dict(tries=3), dict(tries=3, cl=2), dict(tries=19, ping_pong=True), dict(joined=False), dict(ping_pong=True), dict(cl=2)]}
     for d, kws in other.items():
         for j, kw in enumerate(kws):
             for i, (ln, o) in enumerate((((1000, 1000), {"causal": True}), ((1000, 700), {"causal": True}), ((900, 1000), {"window": (200, 60)}),
@@ -73,7 +73,7 @@ def groups():
     G["joined"] = L
     # References that move seldom, always, late; scores all negative; wide ones; every new schedule. Blocks that begin before row 0.
     G["moves"] = [case(f"d{d} {kind} {dt} tries={t} {nm} {o}", n=700, n_k=900, d=d, heads=2, kind=kind, dtype=dt, numerics=nm, schedule=base(d, masked=bool(o), tries=t), **o)
-                  for d in (64, 128, 256) for t in ((3, 11) if d != 128 else (7, 15)) for kind, dt in (("normal", "bfloat16"), ("rising", "float16"), ("outlier", "bfloat16"), ("huge", "bfloat16"), ("tied-max", "float16"), ("peaked", "bfloat16"))
+                  for d in (64, 128, 256) for t in ((3, 27) if d != 128 else (7, 19)) for kind, dt in (("normal", "bfloat16"), ("rising", "float16"), ("outlier", "bfloat16"), ("huge", "bfloat16"), ("tied-max", "float16"), ("peaked", "bfloat16"))
                   for nm, o in (({}, {}), ({"reference": "power-of-two", "row_sum": "rounded"}, {"causal": True}), ({}, {"scale": 0.002}), ({}, {"scale": 3.0, "causal": True}))]
     G["moves"] += [case(f"negative scores d{d} {o}", n=500, n_k=1000, d=d, kind="normal", special="negative", schedule=base(d, masked=bool(o), tries=3), **o) for d in (64, 128, 256) for o in ({}, {"causal": True})]
     G["short"] = [case(f"{n}x{nk} {o} cl{cl} {nm}", n=n, n_k=nk, d=64, heads=16, batch=4, schedule=base(64, masked=True, tries=3, cl=cl, stages=3), repeat=8, numerics=nm, **o)
@@ -334,30 +334,31 @@ def correct(names, limit=float(os.environ.get("LIMIT", 150)), workers=14, stuck=
 # -- Speed -------------------------------------------------------------------------------
 def variants(d, n, causal):
     """name -> schedule. A name that ends in * uses one counter for ever, which the kernel leaves at 0. s1: tiles that move no reference; s3: and
-    barriers asked early; s7: and Q in registers; +8: turn passed before the last product."""
+    barriers asked early; s7: and Q in registers; +8: turn passed before the last product, +16: when S is done, +24: when
+    O is done."""
     dyn = causal
     if d == 64:
         k = dict(masked=True)
         found = {
             "old": base(64, short_first=False, **k), "s0": base(64, **k), "s1": base(64, tries=1, **k), "s3": base(64, tries=3, **k),
-            "s3*": base(64, tries=3, **k), "s11*": base(64, tries=11, **k), "s3 st4*": base(64, tries=3, stages=4, **k),
-            "s3 nopp*": base(64, tries=3, ping_pong=False, **k),
+            "s3*": base(64, tries=3, **k), "s11": base(64, tries=11, **k), "s19": base(64, tries=19, **k), "s27": base(64, tries=27, **k),
+            "s19 st4": base(64, tries=19, stages=4, **k), "t16": base(64, tries=16, **k), "s3 nopp": base(64, tries=3, ping_pong=False, **k),
         }
         if not causal: found["s3 static"] = base(64, tries=3); del found["s0"]
     elif d == 128:
         k = dict(masked=dyn, q_stages=2)
         found = {
             "old": base(128, **k), "s1": base(128, tries=1, **k), "s3": base(128, tries=3, **k), "s11": base(128, tries=11, **k),
-            "s7": base(128, tries=7, masked=dyn), "s15": base(128, tries=15, masked=dyn), "s7 st3": base(128, tries=7, masked=dyn, stages=3),
-            "s7 nopp": base(128, tries=7, masked=dyn, ping_pong=False),
+            "s19": base(128, tries=19, **k), "s27": base(128, tries=27, **k), "t16": base(128, tries=16, **k),
+            "s7": base(128, tries=7, masked=dyn), "s23": base(128, tries=23, masked=dyn), "s23 st3": base(128, tries=23, masked=dyn, stages=3),
         }
         if causal: found["s3*"] = found["s3"]
-        else: found |= {"s3 cl2": base(128, tries=3, cl=2), "s7 cl2": base(128, tries=7, cl=2)}
+        else: found |= {"s19 cl2": base(128, tries=19, cl=2), "s23 cl2": base(128, tries=23, cl=2)}
     else:
         k = dict(masked=dyn)
         found = {
             "old": base(256, **k), "s1": base(256, tries=1, **k), "s3": base(256, tries=3, **k), "s3 pp": base(256, tries=3, ping_pong=True, **k),
-            "s3 alone": base(256, tries=3, joined=False, **k), "s11 pp": base(256, tries=11, ping_pong=True, **k),
+            "s3 alone": base(256, tries=3, joined=False, **k), "s19 pp": base(256, tries=19, ping_pong=True, **k),
         }
         if causal: found["s3*"] = found["s3"]
         else: found["s3 cl2"] = base(256, tries=3, cl=2)

@@ -27,16 +27,6 @@ __device__ __forceinline__ void fence_operands(float (&d)[2][kGroups][2]) {
   for (int i = 0; i < 4 * kGroups; ++i) asm volatile("" : "+f"((&d[0][0][0])[i])::"memory");
 }
 
-template <int kFrom, int kTo, int kGroups>
-__device__ __forceinline__ void fence_groups(float (&d)[2][kGroups][2]) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-#pragma unroll
-    for (int j = kFrom; j < kTo; ++j)
-      asm volatile("" : "+f"(d[i][j][0]), "+f"(d[i][j][1])::"memory");
-  }
-}
-
 template <int kSteps>
 __device__ __forceinline__ void fence_operands(u32 (&a)[kSteps][4]) {
 #pragma unroll
@@ -137,13 +127,13 @@ struct Wgmma;
                                                                   "}," B ",p,1,1,1;}"           \
                : CUFLASH_OPERANDS_##N                                                           \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-#define CUFLASH_RS_K(N, FORMAT, A0, A1, A2, A3, B, ADD)                                           \
-  asm volatile("{.reg .pred p; setp.ne.b32 p," ADD                                              \
-               ",0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." FORMAT "." FORMAT          \
-               " {" CUFLASH_TEXT_##N "},{" A0 "," A1 "," A2 "," A3 "}," B ",p,1,1,0;}"          \
+#define CUFLASH_RS_K(N, FORMAT, A0, A1, A2, A3, B, ADD)                                         \
+  asm volatile("{.reg .pred p; setp.ne.b32 p," ADD ",0; wgmma.mma_async.sync.aligned.m64n" #N   \
+               "k16.f32." FORMAT "." FORMAT " {" CUFLASH_TEXT_##N "},{" A0 "," A1 "," A2 "," A3 \
+                                                                  "}," B ",p,1,1,0;}"           \
                : CUFLASH_OPERANDS_##N                                                           \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<u32>(add)))
-#define CUFLASH_WGMMA(N, X0, X1, X2, X3, X4, X5)                                                    \
+#define CUFLASH_WGMMA(N, X0, X1, X2, X3, X4, X5)                                                   \
   template <>                                                                                      \
   struct Wgmma<N> {                                                                                \
     template <bool kBf16, int kFirst, int kGroups>                                                 \

@@ -130,7 +130,8 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
         if constexpr (P::kDynamic) {
           if (rank == 0) {
             // Every cluster asks once more than it gets work, so the counter ends at 0.
-            next = clusters + static_cast<i32>(atomicInc(params.counter, order.works + clusters - 1));
+            next =
+                clusters + static_cast<i32>(atomicInc(params.counter, order.works + clusters - 1));
             ptx::mbarrier_wait(base + L::kWorkEmpty + 8 * (turn % 2), turn / 2 % 2 ^ 1);
             const i32 told = work < order.works ? work : -1;
             const u32 slot = base + L::kWork + 4 * (turn % 2);
@@ -371,10 +372,10 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
       bool ready = false;
       auto look_ahead = [&] {
         if constexpr (P::kEarly) {
-          ready = ptx::mbarrier_test_wait_parity(base + L::kKFull + 8 * (k % kStages),
-                                                 k / kStages % 2) &
-                  ptx::mbarrier_test_wait_parity(base + L::kVFull + 8 * (v % kStages),
-                                                 v / kStages % 2);
+          ready =
+              ptx::mbarrier_test_wait_parity(base + L::kKFull + 8 * (k % kStages),
+                                             k / kStages % 2) &
+              ptx::mbarrier_test_wait_parity(base + L::kVFull + 8 * (v % kStages), v / kStages % 2);
         }
       };
 
@@ -405,7 +406,9 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
         if (kind != Step::kAlone) {
           product(true);
         }
-        if (!P::kEarlyPass || kind == Step::kAlone) pass_turn();
+        const bool after_s = P::kPassAfterS || (P::kPassAfterO && kind == Step::kAlone),
+                   after_o = P::kPassAfterO && kind != Step::kAlone;
+        if (!(P::kEarlyPass && kind != Step::kAlone) && !after_s && !after_o) pass_turn();
         if (kind == Step::kJoined) finish_rows();
         if (kind != Step::kAlone) {
           ptx::wgmma_wait_group<1>();
@@ -413,6 +416,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
           ptx::wgmma_wait_group<0>();
         }
         ptx::fence_operands(s);
+        if (after_s) pass_turn();
         release_k();
         if (!P::kHeldQ && tile == begin) release_q();
         cap();
@@ -420,6 +424,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
           if (kind == Step::kPlain) {
             update_whole<A, Half>(state, s, p, o, params.c, [&] {
               end_product();
+              if (after_o) pass_turn();
               look_ahead();
             });
             return;
@@ -429,6 +434,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
         if (first) state[0] = state[1] = RowState();
         if constexpr (A::kReference != Reference::kStale) to_p();
         if (kind != Step::kAlone) end_product();
+        if (after_o) pass_turn();
         if (kind == Step::kPlain) look_ahead();
         if constexpr (A::kReference == Reference::kStale) {
           to_p();

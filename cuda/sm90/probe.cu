@@ -53,8 +53,7 @@ __global__ void __launch_bounds__(S::kD == 64 ? 384 : 256, 1) probe(u32* times, 
     const u32 c = ptx::opaque(descriptor(v, S::V::kPanelBytes));
 #pragma unroll
     for (int kk = 0; kk < kO; ++kk) {
-      ptx::Wgmma<S::kDv>::template rs<S::kBf16, 0>(o, p[kk],
-                                                   whole(c + kk * 16 * kPanelPitch / 16));
+      ptx::Wgmma<S::kDv>::template rs<S::kBf16, 0>(o, p[kk], whole(c + kk * 16 * kPanelPitch / 16));
       at[1 + kS + kk] = clock_now();
     }
     ptx::wgmma_commit_group();

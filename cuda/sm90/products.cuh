@@ -10,8 +10,7 @@ namespace cuflash::sm90 {
 // S = Q K^T of one warpgroup, issued: kCount keys of the tile from kFirst on.
 template <class S, int kFirst = 0, int kCount = S::kBlockN>
 __device__ __forceinline__ void issue_scores(Scores<S::kGroups>& s, u32 q, u32 k) {
-  const u32 a = ptx::opaque(descriptor(q, 16)),
-            b = descriptor(k + kFirst * kPanelPitch, 16);
+  const u32 a = ptx::opaque(descriptor(q, 16)), b = descriptor(k + kFirst * kPanelPitch, 16);
 #pragma unroll
   for (int kk = 0; kk < S::kD / 16; ++kk) {
     const u32 a_step = (kk / 4 * S::Q::kPanelBytes + kk % 4 * 32) / 16,

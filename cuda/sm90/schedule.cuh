@@ -32,7 +32,8 @@ struct Schedule {
   static constexpr bool kDynamic = kDynamic_, kPingPong = kPingPong_, kJoined = kJoined_;
   static constexpr Ones kOnes = kOnes_;
   static constexpr bool kStays = kTry_ & 1, kEarly = kTry_ & 2, kHeldQ = kTry_ & 4,
-                        kEarlyPass = kTry_ & 8;
+                        kEarlyPass = kTry_ >> 3 == 1, kPassAfterS = kTry_ >> 3 == 2,
+                        kPassAfterO = kTry_ >> 3 == 3;
   static constexpr int kBlockM = 64 * kWarpgroups, kThreads = 128 * (kWarpgroups + 1);
   // Registers of a producer's and of a consumer's thread: what the launch gave, shared anew.
   static constexpr int kProducerRegs = kWarpgroups == 2 ? 40 : 32;
@@ -112,10 +113,10 @@ struct Order {
 template <class S, class P>
 struct Work {
   i32 flat_head;
-  i32 first_row, first, last_row;      // first: not before row 0; last_row < first: nothing
-  i32 begin, end;                      // of the cluster: loaded by both CTAs
-  i32 full_begin, full_end;            // tiles that every row of the CTA sees whole
-  i32 clean_begin, clean_end;          // tiles of which every row sees all keys that exist
+  i32 first_row, first, last_row;  // first: not before row 0; last_row < first: nothing
+  i32 begin, end;                  // of the cluster: loaded by both CTAs
+  i32 full_begin, full_end;        // tiles that every row of the CTA sees whole
+  i32 clean_begin, clean_end;      // tiles of which every row sees all keys that exist
 
   __device__ __forceinline__ static void tiles(const Band& band, i32 first, i32 last, i32& begin,
                                                i32& end) {

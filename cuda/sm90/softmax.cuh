@@ -98,8 +98,8 @@ __device__ __forceinline__ void update(RowState (&rows)[2], Scores<kGroups>& s, 
   for (int i = 0; i < 2; ++i) rows[i].l = __fmaf_rn(rows[i].l, alpha[i], t[i]);
 }
 
-// The largest of each row's columns in this thread, by integer comparisons: right if it is positive,
-// else +0 (or NaN).
+// The largest of each row's columns in this thread, by integer comparisons: right if it is
+// positive, else +0 (or NaN).
 template <int kGroups>
 __device__ __forceinline__ void positive_tops(float (&top)[2], const Scores<kGroups>& s) {
   i32 x[2], y[2];
@@ -120,8 +120,8 @@ __device__ __forceinline__ void positive_tops(float (&top)[2], const Scores<kGro
   for (int i = 0; i < 2; ++i) top[i] = __int_as_float(__vimax3_s32(x[i], y[i], 0));
 }
 
-// P of the groups [kFrom, kTo), this lane's sums t so far, and O times alpha where references moved,
-// between the exponentials.
+// P of the groups [kFrom, kTo), this lane's sums t so far, and O times alpha where references
+// moved, between the exponentials.
 template <class Half, bool kMoved, int kFrom, int kTo, int kGroups, int kColumns>
 __device__ __forceinline__ void exponentials(float (&t)[2], Scores<kGroups>& s,
                                              u32 (&p)[kGroups / 2][4], Scores<kColumns>& o,
@@ -200,8 +200,8 @@ __device__ __forceinline__ bool follow_whole(RowState (&rows)[2], Scores<kGroups
 // S becomes P, O is rescaled.
 template <class A, class Half, int kGroups, int kColumns, class F>
 __device__ __forceinline__ void update_whole(RowState (&rows)[2], Scores<kGroups>& s,
-                                             u32 (&p)[kGroups / 2][4], Scores<kColumns>& o,
-                                             float c, F end_product) {
+                                             u32 (&p)[kGroups / 2][4], Scores<kColumns>& o, float c,
+                                             F end_product) {
   float r[2], t[2], alpha[2];
   if (follow_whole<A>(rows, s, r, alpha, c, end_product)) {
     exponentials<Half, true, 0, kGroups>(t, s, p, o, r, alpha, c);
