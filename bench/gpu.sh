@@ -2,15 +2,15 @@
 # The standing GPU run: tests that need a GPU, the recorded bits, the count of bits, memory, host
 # time, the sanitizer, speed. Results go to bench/results/.
 #
-#     bash bench/gpu.sh [tests|golden|bits|memory|host|sanitizer|speed|claims ...]
+#     bash bench/gpu.sh [tests|golden|bits|memory|host|gradients|sanitizer|speed|soak|claims ...]
 #
-# Without an argument all but claims. CUFLASH_CAPTURES names a folder of captures for the count of
-# bits and for the claims.
+# Without an argument all but soak and claims. CUFLASH_CAPTURES names a folder of captures for the
+# count of bits, the gradients and the claims.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p bench/results
-parts="${*:-tests golden bits memory host sanitizer speed}"
+parts="${*:-tests golden bits memory host gradients sanitizer speed}"
 status=0
 
 tests() {
@@ -54,6 +54,11 @@ host() {
   python3 -W ignore -m bench.host
 }
 
+gradients() {
+  # Errors of dQ, dK and dV beside the peers', in units of rounding the exact gradient.
+  python3 -W ignore -m bench.gradients ${CUFLASH_CAPTURES:+--data "$CUFLASH_CAPTURES"}
+}
+
 sanitizer() {
   # compute-sanitizer over forward and backward of every format: 0 findings.
   local tool
@@ -73,6 +78,11 @@ speed() {
     CUFLASH_KERNELS=sm80 python3 -W ignore -m "bench.$name" || return 1
   done
   python3 -W ignore -m bench.sm90_forward --more && python3 -W ignore -m bench.sm90_backward
+}
+
+soak() {
+  # Ten minutes of changing shapes on two streams.
+  python3 -W ignore -m bench.soak
 }
 
 claims() {

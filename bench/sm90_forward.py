@@ -13,15 +13,15 @@ a window, other head dimensions and lengths.
 from __future__ import annotations
 
 import argparse
-import importlib
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import cupy
 import torch
 from torch.nn.attention import SDPBackend
 
 import cuflash
+from bench import fa3
 from bench.common import gpu, write
 from bench.timing import (
     COLUMNS,
@@ -64,16 +64,6 @@ def more() -> list[Cell]:
             Cell(128, 131072, causal, 1, 16),
         ]
     return [*found, Cell(128, 32768, True, 1, 16, window=(1024, 0))]
-
-
-def fa3() -> Callable[..., Any] | None:
-    """FlashAttention-3's forward, None where it is not installed."""
-    try:
-        module: Any = importlib.import_module("fa3_fwd_interface")
-    except ImportError as error:
-        print(f"without FlashAttention-3: {error}")
-        return None
-    return cast(Callable[..., Any], module.flash_attn_func)
 
 
 def measure(cell: Cell, rounds: int, flash: Callable[..., Any] | None) -> dict[str, Any]:
@@ -121,7 +111,7 @@ def main() -> None:
     parser.add_argument("--n", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--more", action="store_true")
     given = parser.parse_args()
-    flash = fa3()
+    flash = fa3.forward()
     figures: dict[str, Any] = {"matmul 8192, bf16": matmul(given.rounds)}
     print("matmul 8192, bf16:", figures["matmul 8192, bf16"])
     for cell in cells(given.d, given.n) + (more() if given.more else []):
