@@ -71,6 +71,20 @@ def groups():
                 L.append(case(f"d{d} {kw} {ln} {o}", n=ln[0], n_k=ln[1], d=d, heads=16, batch=8 if d != 256 else 4, repeat=12,
                               schedule=base(d, masked=bool(o) or (i + j) % 2 == 0, **kw), **o))
     G["joined"] = L
+    # Last blocks in halves: more and fewer than half a round left, less than a round in all, rows that lack, one key tile.
+    L = []
+    for d in (128, 256):
+        for i, (n, nk, h, b) in enumerate(((1000, 700, 16, 8), (900, 300, 16, 8), (960, 1000, 14, 6), (1024, 900, 16, 10), (1000, 60, 20, 7), (700, 600, 4, 2), (130, 500, 2, 2), (65, 300, 16, 16))):
+            for kw in (dict(), dict(masked=True), dict(masked=True, sets=False, tries=19), dict(tries=27)) if d == 128 else (dict(tries=3), dict(masked=True, sets=False, tries=3)):
+                if i % 2 and kw == dict(): continue
+                L.append(case(f"d{d} {kw} {n}x{nk} {h * b} heads", n=n, n_k=nk, d=d, heads=h, batch=b, repeat=8, schedule=base(d, **kw, halves=True, q_stages=2 if d == 128 else 1)))
+    L += [case(f"d{d} {nm} {sp}", n=300, n_k=400, d=d, heads=3, numerics=nm, special=sp, schedule=base(d, halves=True, tries=3)) for d in (128, 256) for nm, sp in (({}, None), ({"out": "float32"}, None), ({}, np.nan), ({}, -np.inf))]
+    G["half"] = L
+    # Wider tiles of keys at D 128.
+    G["tiles"] = [case(f"n{t} {kw} {n}x{nk} {kind} {o}", n=n, n_k=nk, d=128, heads=h, batch=b, kind=kind, repeat=r, tile=t, schedule=base(128, masked=bool(o), tries=tries, **kw), **o)
+                  for t in (176, 160) for tries, kw in ((3, {}), (19, {}), (27, dict(halves=True)))
+                  for n, nk, h, b, r, kind, o in ((1000, 1000, 16, 8, 12, "normal", {}), (700, 300, 16, 8, 8, "rising", {}), (300, 100, 2, 1, 1, "outlier", {}), (500, 900, 2, 1, 1, "huge", {}),
+                                                  (1000, 1000, 16, 8, 8, "normal", {"causal": True}), (300, 500, 2, 1, 1, "peaked", {"window": (90, 30)}))]
     # References that move seldom, always, late; scores all negative; wide ones; every new schedule. Blocks that begin before row 0.
     G["moves"] = [case(f"d{d} {kind} {dt} tries={t} {nm} {o}", n=700, n_k=900, d=d, heads=2, kind=kind, dtype=dt, numerics=nm, schedule=base(d, masked=bool(o), tries=t), **o)
                   for d in (64, 128, 256) for t in ((3, 27) if d != 128 else (7, 19)) for kind, dt in (("normal", "bfloat16"), ("rising", "float16"), ("outlier", "bfloat16"), ("huge", "bfloat16"), ("tied-max", "float16"), ("peaked", "bfloat16"))
@@ -132,7 +146,7 @@ def groups():
     return G
 
 
-DEFAULT = ("many", "joined", "moves", "short", "stores", "nwg4", "numerics", "masks64", "masks128", "gqa", "specials", "big", "sched128", "sched64", "sched256", "small")
+DEFAULT = ("half", "tiles", "many", "joined", "moves", "short", "stores", "nwg4", "numerics", "masks64", "masks128", "gqa", "specials", "big", "sched128", "sched64", "sched256", "small")
 
 
 def plan_of(c):
@@ -146,6 +160,33 @@ def schedule_of_case(c):
     dt = np.float16 if c["dtype"] == "float16" else ml_dtypes.bfloat16
     z = [np.zeros((h, n, d), dt) for h, n, d in ((c["heads"], c["n"], c["d"]), (c["kv"], c["n_k"], c["d"]), (c["kv"], c["n_k"], c["dv"]))]
     return F.schedule_of(Problem.of(*z, **c["options"]), plan_of(c))
+
+
+def few_heads(c, heads):
+    """Heads that differ: others repeat them."""
+    return min(c["batch"] * c[heads], 2) if c["repeat"] > 1 else c["batch"] * c[heads]
+
+
+def key_of(c):
+    """Of what the emulator says: schedules of one problem share it."""
+    return repr([c[x] for x in ("n", "n_k", "d", "dv", "dtype", "kind", "numerics", "special", "tile", "options", "heads", "kv", "batch")] + [c["repeat"] > 1])
+
+
+def cost_of(c):
+    """Seconds of the emulator, roughly."""
+    return c["n"] * c["n_k"] * (c["d"] + c["dv"]) * few_heads(c, "heads") / (3e9 if c["options"] else 1.5e9) + 0.1
+
+
+def deal(cases, workers):
+    """Cases of one problem to one worker; what takes longest first."""
+    together = {}
+    for x in cases: together.setdefault(key_of(x[1][1]), []).append(x)
+    shards, loads = [[] for _ in range(workers)], [0.0] * workers
+    for mine in sorted(together.values(), key=lambda xs: -cost_of(xs[0][1][1]) - 0.15 * len(xs)):
+        w = loads.index(min(loads))
+        shards[w] += mine
+        loads[w] += cost_of(mine[0][1][1]) + 0.15 * len(mine)
+    return shards, loads
 
 
 def instantiation(c):
@@ -178,8 +219,7 @@ def run_case(c):
     import cuflash
     h, hk, b = c["heads"], c["kv"], c["batch"]
     w = max(c["d"], c["dv"])
-    few = min(b * h, 4) if c["repeat"] > 1 else b * h  # heads that differ: others repeat them
-    fewk = min(b * hk, 4) if c["repeat"] > 1 else b * hk
+    few, fewk = few_heads(c, "heads"), few_heads(c, "kv")
     q = sample(c["kind"], n=c["n"], n_k=c["n_k"], d=w, heads=few, dtype=c["dtype"])[0][..., :c["d"]]
     k, v = sample(c["kind"], n=c["n"], n_k=c["n_k"], d=w, heads=fewk, dtype=c["dtype"], seed=1)[1:]
     k, v = k[..., :c["d"]], v[..., :c["dv"]]
@@ -191,8 +231,7 @@ def run_case(c):
         v[0, rows, [3, 7, 20, 21][: len(rows)]] = c["special"]
         k[-1, min(160, c["n_k"] - 1), 5] = c["special"]
     if c["repeat"] > 1:
-        key = repr([c[x] for x in ("n", "n_k", "d", "dv", "dtype", "kind", "numerics", "special", "tile", "options")] + [few, fewk])
-        path = os.path.join(tempfile.gettempdir(), "want-" + hashlib.sha1(key.encode()).hexdigest())
+        path = os.path.join(tempfile.gettempdir(), "want-" + hashlib.sha1(key_of(c).encode()).hexdigest())
         try:
             want, want_lse = pickle.load(open(path, "rb"))  # schedules of one problem share it
         except (OSError, EOFError, pickle.UnpicklingError):
@@ -254,6 +293,81 @@ def run_case(c):
     return bad
 
 
+def streams():
+    """Counters of work: streams that overlap, threads, streams that come and go, graphs beside calls."""
+    import cupy as cp
+    import cuflash
+    from cuflash import counters
+    from cuflash.problem import GpuProblem
+    rng, bad = cp.random.default_rng(0), []
+    def setup(n, d, b, h, **o):
+        q, k, v = (rng.standard_normal((b, h, n, d), dtype=np.float32).astype(np.float16) for _ in range(3))
+        return GpuProblem.of(q, k, v, **(dict(scale=None, window=None, softcap=None) | o)), cuflash.plan(q, k, v, **o), base(d, masked=True, tries=3)
+    setups = [setup(1000, 128, 2, 16, causal=True), setup(700, 64, 2, 24, causal=True), setup(520, 256, 2, 20, causal=False), setup(100, 128, 1, 3, causal=True)]
+    def room(s):
+        return cp.empty(s[0].q.shape, np.float16), cp.empty(s[0].q.shape[:3], np.float32)
+    def call(s, out): F.forward(s[0], s[1], *out, None, schedule=s[2])
+    kept, F.counter = F.counter, lambda device: cp.zeros(1, np.uint32)
+    want = []
+    for s in setups:
+        want.append(room(s)); call(s, want[-1])
+    F.counter = kept
+    cp.cuda.Device().synchronize()
+    def same(what, i, out):
+        for a, b in zip(out, want[i]):
+            wrong = int((a.view(np.uint8) != b.view(np.uint8)).sum())
+            if wrong: bad.append(f"{what}: problem {i} differs in {wrong} bytes")
+    def burst(what, stream, first, count=120):
+        with stream:
+            outs = [room(s) for s in setups]
+            for o, l in outs: o.fill(7); l.fill(7)
+            for r in range(count): call(setups[(first + r) % len(setups)], outs[(first + r) % len(setups)])
+        stream.synchronize()
+        for i, out in enumerate(outs): same(what, i, out)
+    def threads(what, of, n=4):
+        def go(i):
+            with cp.cuda.Device(0):
+                try: burst(what, of(i), i)
+                except Exception as e: bad.append(f"{what} {e!r}"[:300])
+        found = [threading.Thread(target=go, args=(i,)) for i in range(n)]
+        for t in found: t.start()
+        for t in found: t.join()
+    many = [cp.cuda.Stream(non_blocking=True) for _ in range(4)]
+    burst("null stream", cp.cuda.Stream.null, 0); print("AT null", flush=True)
+    threads("streams", lambda i: many[i]); print("AT streams", flush=True)
+    threads("one stream, four threads", lambda i: many[0]); print("AT one stream", flush=True)
+    threads("default stream of each thread", lambda i: cp.cuda.Stream.ptds); print("AT ptds", flush=True)
+    for r in range(40): burst("come and go", cp.cuda.Stream(non_blocking=True), r, 5)
+    print("AT graphs", flush=True)
+    with many[0]:
+        outs = [[room(s) for s in setups] for _ in range(2)]
+        spare = [cp.zeros(1, np.uint32) for _ in range(40)]; del spare
+    cp.cuda.Device().synchronize()
+    graphs = []
+    for group in outs:
+        with many[0]:
+            many[0].begin_capture()
+            for _ in range(3):
+                for s, out in zip(setups, group): call(s, out)
+            graphs.append(many[0].end_capture())
+    for group in outs:
+        for o, l in group: o.fill(7); l.fill(7)
+    extra = [room(s) for s in setups]
+    cp.cuda.Device().synchronize()
+    for r in range(30):
+        graphs[0].launch(many[1 + r % 2])
+        graphs[1].launch(many[3])
+        with many[0]:
+            for s, out in zip(setups, extra): call(s, out)
+        many[1 + r % 2].synchronize()  # a graph is not launched beside itself
+    cp.cuda.Device().synchronize()
+    for what, group in (("graph", outs[0]), ("graph", outs[1]), ("call beside graphs", extra)):
+        for i, out in enumerate(group): same(what, i, out)
+    left = [int(x[0]) for x in counters._counters.values()]
+    if any(left): bad.append(f"counters left {left}")
+    print(f"STREAMS {'right' if not bad else bad[:6]}, {len(left)} counters", flush=True)
+
+
 def worker(path):
     for i, (group, c) in pickle.load(open(path, "rb")):
         print(f"START {i}", flush=True)
@@ -283,8 +397,7 @@ def correct(names, limit=float(os.environ.get("LIMIT", 150)), workers=14, stuck=
     warm = subprocess.Popen([sys.executable, __file__, "warm"])
     prebuild([instantiation(c) for _, (_, c) in cases])
     warm.wait()
-    todo = sorted(cases, key=lambda x: -x[1][1]["repeat"] * x[1][1]["n"])  # dealt evenly, long ones first
-    shards = [todo[w::workers] for w in range(workers)]
+    shards, _ = deal(cases, workers)
     state, lock = {}, threading.Lock()
 
     def drive(shard):
@@ -317,7 +430,12 @@ def correct(names, limit=float(os.environ.get("LIMIT", 150)), workers=14, stuck=
                 state[shard[0][0]] = f"DIED {tail}"; done.add(shard[0][0])
             shard = [x for x in shard if x[0] not in done]
 
-    threads = [threading.Thread(target=drive, args=(s,)) for s in shards]
+    def drive_streams():
+        try: p = subprocess.run([sys.executable, __file__, "streams"], capture_output=True, text=True, timeout=max(5, limit - (time.time() - T0)))
+        except subprocess.TimeoutExpired as e: print("streams: HUNG or out of time", str(e.stdout)[-200:], flush=True); return
+        told = [x for x in p.stdout.splitlines() if x.startswith("STREAMS")]
+        print(*(told or [f"streams: died rc {p.returncode} {p.stdout[-200:]} {p.stderr[-600:]}"]), flush=True)
+    threads = [threading.Thread(target=drive, args=(s,)) for s in shards] + ([threading.Thread(target=drive_streams)] if not names or "half" in names else [])
     for t in threads: t.start()
     for t in threads: t.join()
     for n in names or DEFAULT:
@@ -332,8 +450,9 @@ def correct(names, limit=float(os.environ.get("LIMIT", 150)), workers=14, stuck=
 
 
 # -- Speed -------------------------------------------------------------------------------
-def variants(d, n, causal):
-    """name -> schedule. A name that ends in * uses one counter for ever, which the kernel leaves at 0. s1: tiles that move no reference; s3: and
+def variants(d, n, causal, heads=0):
+    """name -> schedule. "memset": a counter made anew for each call, as before. n176: keys of a tile. half: last blocks in
+    halves; dyn1: work as CTAs become free, one head after the other. s1: tiles that move no reference; s3: and
     barriers asked early; s7: and Q in registers; +8: turn passed before the last product, +16: when S is done, +24: when
     O is done."""
     dyn = causal
@@ -341,10 +460,12 @@ def variants(d, n, causal):
         k = dict(masked=True)
         found = {
             "old": base(64, short_first=False, **k), "s0": base(64, **k), "s1": base(64, tries=1, **k), "s3": base(64, tries=3, **k),
-            "s3*": base(64, tries=3, **k), "s11": base(64, tries=11, **k), "s19": base(64, tries=19, **k), "s27": base(64, tries=27, **k),
+            "s3 memset": base(64, tries=3, **k), "s11": base(64, tries=11, **k), "s19": base(64, tries=19, **k), "s27": base(64, tries=27, **k),
             "s19 st4": base(64, tries=19, stages=4, **k), "t16": base(64, tries=16, **k), "s3 nopp": base(64, tries=3, ping_pong=False, **k),
         }
-        if not causal: found["s3 static"] = base(64, tries=3); del found["s0"]
+        if not causal:
+            found["s3 static"] = base(64, tries=3); del found["s0"]
+            found["s3 dyn1"] = base(64, tries=3, sets=False, **k); found["s19 dyn1"] = base(64, tries=19, sets=False, **k)
     elif d == 128:
         k = dict(masked=dyn, q_stages=2)
         found = {
@@ -352,17 +473,30 @@ def variants(d, n, causal):
             "s19": base(128, tries=19, **k), "s27": base(128, tries=27, **k), "t16": base(128, tries=16, **k),
             "s7": base(128, tries=7, masked=dyn), "s23": base(128, tries=23, masked=dyn), "s23 st3": base(128, tries=23, masked=dyn, stages=3),
         }
-        if causal: found["s3*"] = found["s3"]
-        else: found |= {"s19 cl2": base(128, tries=19, cl=2), "s23 cl2": base(128, tries=23, cl=2)}
+        if causal: found["s3 memset"] = found["s3"]
+        else:
+            w = dict(masked=True, sets=False)
+            found |= {"s19 cl2": base(128, tries=19, cl=2), "s23 cl2": base(128, tries=23, cl=2), "s3 half": base(128, tries=3, halves=True, **k), "s3 dyn1": base(128, tries=3, q_stages=2, **w),
+                      "s3 dyn1 half": base(128, tries=3, q_stages=2, halves=True, **w), "s3 n176": base(128, tries=3), "s11 n176": base(128, tries=11), "s19 n176": base(128, tries=19), "s27 n176": base(128, tries=27),
+                      "s19 n176 half": base(128, tries=19, halves=True), "s19 n176 dyn1 half": base(128, tries=19, halves=True, **w), "s3 n160": base(128, tries=3, q_stages=2), "s19 n160": base(128, tries=19, q_stages=2)}
+            if n == 1024: found = {x: s for x, s in found.items() if "n1" not in x or x == "s19 n176"}  # 3 and 9 % of the keys of a tile are none
     else:
         k = dict(masked=dyn)
         found = {
             "old": base(256, **k), "s1": base(256, tries=1, **k), "s3": base(256, tries=3, **k), "s3 pp": base(256, tries=3, ping_pong=True, **k),
             "s3 alone": base(256, tries=3, joined=False, **k), "s19 pp": base(256, tries=19, ping_pong=True, **k),
         }
-        if causal: found["s3*"] = found["s3"]
-        else: found["s3 cl2"] = base(256, tries=3, cl=2)
+        if causal: found["s3 memset"] = found["s3"]
+        else:
+            w = dict(masked=True, sets=False)
+            found |= {"s3 cl2": base(256, tries=3, cl=2), "s3 half": base(256, tries=3, halves=True), "s3 dyn1": base(256, tries=3, **w), "s3 dyn1 half": base(256, tries=3, halves=True, **w)}
+    if heads:  # a cell for the last round alone
+        found = {x: s for x, s in found.items() if x in ("s3", "s3 half", "s3 dyn1", "s3 dyn1 half")}
     return found
+
+
+def tile_in(name, d):
+    return next((int(x[1:]) for x in name.split() if x[0] == "n" and x[1:].isdigit()), tile_n(d))
 
 
 PROBES = ((128, 128, 0), (128, 128, 1), (64, 128, 0), (256, 80, 0))
@@ -387,7 +521,8 @@ def probe():
 
 
 def cells(ds, ns):
-    return [(n, d, c) for n in ns for d in ds for c in (False, True)]
+    found = [(n, d, c, 0) for n in ns for d in ds for c in (False, True)]
+    return found + ([(4096, 128, False, 20)] if 4096 in ns and 128 in ds else [])  # 19.39 rounds: halves give 19.6 for 20
 
 
 def timing(todo):
@@ -403,8 +538,7 @@ def timing(todo):
         import fa3_fwd_interface as fa3
     except Exception as e:
         print("NOTE no FA3:", repr(e)[:200], flush=True)
-    forever = cp.zeros(1, np.int32)
-    zeroed = F.zeroed
+    counter = F.counter
     mhz = cp.RawKernel(r"""extern "C" __global__ void mhz(float* out) {
         unsigned long long t0, t1; const long long c0 = clock64();
         asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t0));
@@ -415,8 +549,8 @@ def timing(todo):
     rng = np.random.default_rng(0)
     SETTLE, WINDOW, ROUNDS = (float(x) for x in os.environ.get("TIMES", "0.03 0.014 5").split())
     stream = cp.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
-    for n, d, causal in ((int(n), int(d), c == "True") for n, d, c in (x.split(":") for x in todo)):
-        b, h = 16384 // n, 2048 // d
+    for n, d, causal, heads in ((int(n), int(d), c == "True", int(h)) for n, d, c, h in (x.split(":") for x in todo)):
+        b, h = 16384 // n, heads or 2048 // d
         torch.manual_seed(0)
         q, k, v = (torch.randn(b, h, n, d, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         g = [cp.from_dlpack(x) for x in (q, k, v)]
@@ -431,9 +565,9 @@ def timing(todo):
             q3, k3, v3 = (z.transpose(1, 2).contiguous() for z in (q, k, v))
             fns["FA3"] = lambda: fa3.flash_attn_func(q3, k3, v3, causal=causal)
         plan = cuflash.plan(*g, causal=causal)
-        for name, s in variants(d, n, causal).items():
-            def ours(s=s, name=name):
-                F.zeroed = (lambda: forever) if name.endswith("*") else zeroed
+        for name, s in variants(d, n, causal, heads).items():
+            def ours(s=s, name=name, plan=dataclasses.replace(plan, tile_n=tile_in(name, d))):
+                F.counter = (lambda device: cp.zeros(1, np.uint32)) if name.endswith("memset") else counter
                 F.forward(p, plan, out, lse, None, schedule=s)
             fns[name] = ours
         if "FA3" in fns and n >= 4096: fns["FA3 after cuDNN"] = fns["FA3"]  # what a kernel gains by following a cool one
@@ -463,16 +597,16 @@ def timing(todo):
         med = {x: statistics.median(t) for x, t in times.items()}
         peer = max(med.get("FA3", 0), med["cudnn"])
         us = flop / peer / 1e6
-        print(f"RESULT D{d} N{n} {'causal' if causal else 'full'} ({us:.0f} us, host {max(v for x, v in host.items() if x[:3] not in ('cud', 'FA3')):.0f}): " + "  ".join(
+        print(f"RESULT D{d} N{n} {'causal' if causal else 'full'}{f' {heads} heads' if heads else ''} ({us:.0f} us, host {max(v for x, v in host.items() if x[:3] not in ('cud', 'FA3')):.0f}): " + "  ".join(
             f"{x} {m:.0f}@{statistics.median(clocks[x]):.0f}" + ("" if x[:3] in ("FA3", "cud") else f" ({m / peer:.3f})") for x, m in med.items()), flush=True)
 
 
 def speed(ds, ns, limit=float(os.environ.get("LIMIT", 118))):
     left = cells(ds, ns)
-    prebuild([tuple(F.forward_instantiation(Plan(format="bfloat16", tile_n=tile_n(d)), d, d, False, s)) for n, d, c in left for s in variants(d, n, c).values()])
+    prebuild([tuple(F.forward_instantiation(Plan(format="bfloat16", tile_n=tile_in(name, d)), d, d, False, s)) for n, d, c, h in left for name, s in variants(d, n, c, h).items()])
     while left and time.time() - T0 < limit:
         # One process for what is left; a cell in which a variant hangs (20 s without a word) is named and skipped.
-        p = subprocess.Popen([sys.executable, __file__, "timing", *(f"{n}:{d}:{c}" for n, d, c in left)], stdout=subprocess.PIPE,
+        p = subprocess.Popen([sys.executable, __file__, "timing", *(":".join(map(str, cell)) for cell in left)], stdout=subprocess.PIPE,
                              stderr=subprocess.STDOUT, text=True)
         last, at = [time.time() + 25], ["start"]
         def watch():
@@ -501,9 +635,10 @@ if __name__ == "__main__":
     if what == "correct": correct(rest)
     elif what == "worker": worker(rest[0])
     elif what == "warm": warm()
+    elif what == "streams": streams()
     elif what == "time":
         given = [int(x) for x in rest]
-        speed([x for x in given if x <= 256] or [64, 256, 128], [x for x in given if x > 256] or [1024, 4096, 16384])
+        speed([x for x in given if x <= 256] or [64, 256, 128], [x for x in given if x > 256] or [4096, 1024, 16384])
     elif what == "timing": timing(rest)
     elif what == "probe": probe()
     elif what == "list":

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.compiler import cupy
+from cuflash.compiler import multiprocessors
+from cuflash.counters import counter
 from cuflash.launch import Instantiation, Launch, packed, run, tail_of
 from cuflash.planner import HOPPER, tile_of
 from cuflash.problem import GpuProblem
@@ -37,12 +38,20 @@ WIDTHS = (64, 96, 128, 192, 256)
 L2_BYTES = 32 * 2**20
 #: Up to here a block that lacks rows is a large part of a CTA's work.
 FEW_ROWS = 8192
-MULTIPROCESSORS = 16  # cudaDevAttrMultiProcessorCount
 
 MAPS = ("q", "k", "v")
 DIVISOR = [("multiplier", np.uint32), ("shift", np.uint32)]
 #: cuflash::sm90::Order.
-ORDER_COUNTS = ("works", "blocks", "first_block", "next_block", "whole_sets", "set", "last")
+ORDER_COUNTS = (
+    "works",
+    "whole",
+    "blocks",
+    "first_block",
+    "next_block",
+    "whole_sets",
+    "set",
+    "last",
+)
 ORDER = [(name, np.int32) for name in (*ORDER_COUNTS, "in_batch", "shift")]
 ORDER_BY = ("by_set", "by_head", "by_last", "by_batch", "by_group")
 #: The parameters behind the tensor maps.
@@ -80,6 +89,8 @@ class Schedule:
     ones: str = "kApart"
     tries: int = 0
     short_first: bool = True
+    halves: bool = False
+    sets: bool = True
 
     @property
     def block_m(self) -> int:
@@ -168,33 +179,43 @@ def forward_instantiation(
     return Instantiation("sm90/forward.cu", f"cuflash::sm90::forward<{','.join(parts)}>")
 
 
-@functools.cache
-def multiprocessors(device: int) -> int:
-    """Of a device."""
-    return int(cupy().cuda.runtime.deviceGetAttribute(MULTIPROCESSORS, device))
+def halved(works: int, ctas: int) -> int:
+    """Of so many blocks of rows, those to be taken in halves: the last round becomes full.
+
+    >>> [halved(n, 132) for n in (1980, 1990, 2048, 2112, 40)]
+    [0, 10, 64, 0, 40]
+    """
+    rest = works % ctas
+    return min(rest, ctas - rest)
 
 
-def order_of(problem: Problem, schedule: Schedule) -> dict[str, Any]:
+def order_of(problem: Problem, schedule: Schedule, ctas: int) -> dict[str, Any]:
     """sm90::Order: blocks of rows of all heads, in sets of heads that share the L2 cache.
 
     Heavy blocks come first: under a causal mask the late ones; else all but the last, which may
-    lack rows.
+    lack rows. Where nothing is masked, the last blocks are taken in halves, so that none of `ctas`
+    CTAs is idle in the last round.
     """
     heads, in_batch = problem.heads, problem.lead[-1] if problem.lead else 1
     rows = schedule.block_m * schedule.cluster
     blocks = -(-problem.n_q // rows)
     late = bool(problem.causal) and schedule.short_first
     together = 1
-    if schedule.dynamic:
+    if schedule.dynamic and schedule.sets:
         of_head = 2 * problem.n_k * (problem.d + problem.d_v)
         together = min(max(1, L2_BYTES // of_head) * problem.group, heads)
-    whole, last = divmod(heads, together)
+    whole_sets, last = divmod(heads, together)
+    works = blocks * heads
+    halves = 0
+    if schedule.halves and schedule.warpgroups == 2 and schedule.cluster == 1:
+        halves = halved(works, ctas) if problem.n_q > 64 and not is_masked(problem) else 0
     return {
-        "works": blocks * heads,
+        "works": works + halves,
+        "whole": works - halves,
         "blocks": blocks,
         "first_block": blocks - 1 if problem.causal else 0,
         "next_block": -1 if problem.causal else 1,
-        "whole_sets": whole,
+        "whole_sets": whole_sets,
         "set": together,
         "last": last,
         "in_batch": in_batch,
@@ -223,8 +244,9 @@ def _prepared(
             )
     d, d_v = problem.d, problem.d_v
     s = schedule_of(problem, plan) if schedule is None else schedule
-    order = order_of(problem, s)
-    clusters = min(order["works"], multiprocessors(device) // s.cluster)
+    ctas = multiprocessors(device)
+    order = order_of(problem, s, ctas)
+    clusters = min(order["works"], ctas // s.cluster)
     launch = Launch(
         forward_instantiation(plan, d, d_v, problem.softcap is not None, s),
         grid=clusters * s.cluster,
@@ -235,11 +257,6 @@ def _prepared(
     fields |= {"masked": is_masked(problem), "stale_limit": 2.0**plan.stale_limit}
     keys = plan.tile_n // s.cluster
     return launch, (64, keys, keys), s, tail_of(FIELDS, fields)
-
-
-def zeroed() -> Any:
-    """A counter of the work handed out."""
-    return cupy().zeros(1, np.int32)
 
 
 def forward(
@@ -255,12 +272,12 @@ def forward(
     launch, rows, s, tail = _prepared(p.shapes, plan, schedule, p.device)
     boxes = zip((p.q, p.k, p.v), rows, strict=True)
     maps = b"".join(tensor_map(x, plan.format, n) for x, n in boxes)
-    counter = zeroed() if s.dynamic else None
-    fields = packed(FIELDS, (p.v, out, rest), (lse, counter), tail)
+    handed_out = counter(p.device) if s.dynamic else None
+    fields = packed(FIELDS, (p.v, out, rest), (lse, handed_out), tail)
     params = bytearray(PARAMS.itemsize)
     params[: len(maps)] = maps
     params[len(maps) : len(maps) + FIELDS.itemsize] = fields.tobytes()
-    touched = (p.q, p.k, p.v, out, rest, lse, counter)
+    touched = (p.q, p.k, p.v, out, rest, lse, handed_out)
     run((launch,), (np.frombuffer(params, PARAMS),), p.device, touched)
 
 

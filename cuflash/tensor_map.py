@@ -16,7 +16,8 @@ NO_INTERLEAVE, SWIZZLE_128B, L2_PROMOTION_128B, FILL_ZEROS = 0, 3, 2, 0
 
 
 @functools.cache
-def _driver() -> Any:
+def driver() -> Any:
+    """The CUDA driver's library."""
     return ctypes.CDLL("libcuda.so.1")
 
 
@@ -28,7 +29,7 @@ def _encoded(
     room = ctypes.create_string_buffer(BYTES + 63)
     aligned = ctypes.addressof(room) + -ctypes.addressof(room) % 64
     axes = len(shape)
-    error = _driver().cuTensorMapEncodeTiled(
+    error = driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(aligned),
         FORMATS[fmt],
         axes,

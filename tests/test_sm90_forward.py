@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,9 @@ import pytest
 from cuflash import sm90_forward
 from cuflash.compiler import compile_kernel
 from cuflash.planner import tile_of
-from cuflash.sm90_forward import Schedule, shared_bytes, width_of
+from cuflash.sm90_forward import Schedule, halved, order_of, shared_bytes, width_of
 from emulation import Numerics, Plan
-from emulation.problem import Array
+from emulation.problem import Array, Problem
 from emulation.samples import sample
 from tests.on_gpu import assert_same
 from tests.test_sm80_forward import check
@@ -40,6 +41,50 @@ def test_shared_memory_fits(d: int) -> None:
         plan = Plan(tile_n=tile_of("sm90", width))
         schedule = Schedule(3 if width == 64 else 2, 1, 2, 1, True, True)
         assert shared_bytes(plan, d, d_v, schedule) <= sm90_forward.SHARED_BYTES
+
+
+def pieces(order: dict[str, Any], rows: int) -> Iterator[tuple[int, int, int]]:
+    """Head, first row and number of rows of every piece of work: what sm90::Work computes."""
+
+    def quotient(n: int, by: str) -> int:
+        multiplier, shift = order[by]
+        return int(n * multiplier >> shift)
+
+    for piece in range(order["works"]):
+        past = piece - order["whole"]
+        work = piece if past < 0 else order["whole"] + past // 2
+        in_set = quotient(work, "by_set")
+        rest = work - in_set * order["set"] * order["blocks"]
+        last = in_set == order["whole_sets"]
+        above = quotient(rest, "by_last" if last else "by_head")
+        block = order["first_block"] + above * order["next_block"]
+        head = in_set * order["set"] + rest - above * order["last" if last else "set"]
+        first = block * rows - order["shift"]
+        yield (head, first, rows) if past < 0 else (head, first + past % 2 * 64, 64)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("n_q", [1, 64, 65, 128, 1000, 4096])
+def test_every_row_is_taken_once(n_q: int, dynamic: bool, causal: bool) -> None:
+    for heads, sets, halves in itertools.product((1, 5, 70), (False, True), (False, True)):
+        q = np.zeros((heads, n_q, 64), np.float16)
+        k = np.zeros((heads, 2**13, 64), np.float16)
+        problem = Problem.of(q, k, k, causal=causal)
+        schedule = Schedule(2, 1, 2, 1, dynamic, True, halves=halves, sets=sets)
+        order = order_of(problem, schedule, 132)
+        taken = np.zeros((heads, n_q), int)
+        for head, first, rows in pieces(order, schedule.block_m):
+            taken[head, max(first, 0) : max(first + rows, 0)] += 1
+        assert (taken == 1).all(), (heads, sets, halves)
+
+
+@pytest.mark.parametrize("works", [1, 66, 67, 131, 132, 133, 1024, 2048, 2560])
+def test_halves_fill_the_last_round(works: int) -> None:
+    halves = halved(works, 132)
+    assert 0 <= halves <= works
+    full = (works + halves) % 132 == 0
+    assert full or 2 * halves == works + halves - works // 132 * 132 < 132
 
 
 def hopper() -> Any:
@@ -84,6 +129,13 @@ def test_no_schedule_changes_a_bit(d: int, causal: bool) -> None:
     for cluster, dynamic, ping_pong, joined in choices:
         schedule = dataclasses.replace(
             plain, cluster=cluster, dynamic=dynamic, ping_pong=ping_pong, joined=joined
+        )
+        out, lse = launched(q, k, v, schedule, causal=causal)
+        assert_same(f"{schedule} lse", lse, want_lse)
+        assert_same(f"{schedule} out", out, want)
+    for dynamic, ping_pong in itertools.product((False, True), (False, True)):
+        schedule = dataclasses.replace(
+            plain, dynamic=dynamic, ping_pong=ping_pong, halves=True, sets=False
         )
         out, lse = launched(q, k, v, schedule, causal=causal)
         assert_same(f"{schedule} lse", lse, want_lse)

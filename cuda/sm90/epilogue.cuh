@@ -16,7 +16,7 @@ struct ForwardParams {
   void* out;
   u16* rest;     // what O lost when it was rounded, in the order of out; null if nobody asks
   float* lse;    // (batch, heads, n_q)
-  u32* counter;  // of work handed out; 0 at launch
+  u32* counter;  // of work handed out; 0 between launches
   Strides v_strides, out_strides, rest_strides;
   Band band;
   Order order;

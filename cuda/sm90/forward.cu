@@ -279,7 +279,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
       __syncwarp();
       if (lane == 0) received(turn);
       const Work<S, P> w(order, band, max(piece, 0), rank);
-      const i32 first_row = w.first_row + 64 * mine,
+      const i32 first_row = w.first_row + w.apart * mine,
                 last_row = first_row < 0 ? first_row - 1 : min(first_row + 64, band.n_q) - 1;
       i32 begin, end, cta_begin, cta_end;  // tiles that this warpgroup sees, that the CTA sees
       Work<S, P>::tiles(band, first_row, last_row, begin, end);
@@ -354,7 +354,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
       auto finish_rows = [&] {
         const Work<S, P> done(order, band, ptx::opaque(before), rank);
         const int thread = ptx::thread_index() % 128;
-        const i32 row = done.first_row + 64 * mine + thread / 32 * 16 + thread % 32 / 4;
+        const i32 row = done.first_row + done.apart * mine + thread / 32 * 16 + thread % 32 / 4;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           l[i] = quad_sum(state[i].l);
@@ -467,7 +467,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
         const Work<S, P> done(order, band, ptx::opaque(before), rank);
         const i32 batch = order.by_batch.of(done.flat_head),
                   head = done.flat_head - batch * order.in_batch;
-        const Rows rows = {batch, head, done.first_row + 64 * mine};
+        const Rows rows = {batch, head, done.first_row + done.apart * mine};
         const int thread = ptx::thread_index() % 128;
         const i32 row = rows.first + thread / 32 * 16 + thread % 32 / 4;
         float inverse[2];
