@@ -159,6 +159,48 @@ def test_many_blocks_of_rows_for_each_cta(d: int, masks: dict[str, Any]) -> None
 
 
 @pytest.mark.gpu
+def test_streams_and_graphs_count_their_work_apart() -> None:
+    """Launches that overlap, each problem with as many pieces of work as no other."""
+    cupy = hopper()
+    import cuflash
+    from cuflash import counters
+    from cuflash.problem import GpuProblem
+
+    rng = cupy.random.default_rng(0)
+    problems, plans, wanted = [], [], []
+    for n, d, heads in ((1000, 128, 32), (700, 64, 48), (520, 256, 20), (100, 128, 3)):
+        given = [rng.standard_normal((1, heads, n, d)).astype(np.float16) for _ in range(3)]
+        problems.append(GpuProblem.of(*given, causal=True, scale=None, window=None))
+        plans.append(cuflash.plan(*given, causal=True))
+        wanted.append(cuflash.attention(*given, causal=True))
+
+    def call(i: int, out: Any) -> None:
+        lse = cupy.empty(out.shape[:3], np.float32)
+        sm90_forward.forward(problems[i], plans[i], out, lse, None)
+
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(5)]
+    outs = [[cupy.full_like(want, np.nan) for want in wanted] for _ in streams]
+    cupy.cuda.Device().synchronize()
+    with streams[0]:
+        streams[0].begin_capture()
+        for i, out in enumerate(outs[0]):
+            call(i, out)
+        graph = streams[0].end_capture()
+    for turn in range(40):
+        graph.launch(streams[turn % 2])
+        for s, stream in enumerate(streams[2:], 2):
+            with stream:
+                for i in range(len(problems)):
+                    call((i + s + turn) % len(problems), outs[s][(i + s + turn) % len(problems)])
+        streams[turn % 2].synchronize()  # a graph is not launched beside itself
+    cupy.cuda.Device().synchronize()
+    for s in (0, 2, 3, 4):
+        for out, want in zip(outs[s], wanted, strict=True):
+            assert_same(f"stream {s}", cupy.asnumpy(out), cupy.asnumpy(want))
+    assert not any(int(x[0]) for x in counters._counters.values())
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_specials_behind_every_edge(d: int, special: float) -> None:
