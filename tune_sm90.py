@@ -398,6 +398,7 @@ def correct(names, limit=float(os.environ.get("LIMIT", 150)), workers=14, stuck=
     prebuild([instantiation(c) for _, (_, c) in cases])
     warm.wait()
     shards, _ = deal(cases, workers)
+    for shard in shards: shard.sort(key=lambda x: x[0])  # groups in the order asked for
     state, lock = {}, threading.Lock()
 
     def drive(shard):
