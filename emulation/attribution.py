@@ -297,7 +297,10 @@ def flash_plan_of(
     standard_machine(problem, state)  # checks state
     if plan is None:
         return default_plan(problem, numerics, state=state)
-    return resolve_plan(problem, plan, numerics)
+    plan = resolve_plan(problem, plan, numerics)
+    if plan.splits > 1:
+        raise ValueError(f"plan.splits: got {plan.splits}, must be 1 to be attributed")
+    return plan
 
 
 @dataclass(frozen=True, eq=False)

@@ -48,6 +48,8 @@ def _check(problem: Problem, plan: Plan | None = None) -> None:
         return
     if plan.format != problem.dtype:
         raise ValueError(f"plan: format {plan.format}, must be {problem.dtype} like q")
+    if plan.splits > 1:
+        raise ValueError(f"plan.splits: got {plan.splits}, must be 1 to be bounded")
     if plan.state != "float32":
         raise ValueError(f"plan.state: got {plan.state!r}, must be 'float32' to be bounded")
     if plan.numerics.reference == "stale" and 2.0**plan.stale_limit < plan.tile_n / 4:

@@ -6,6 +6,7 @@ of a tile comes out of it bit for bit as it went in (alpha = 1, P = 0).
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from emulation import rounding
+from emulation import rounding, split
 from emulation.machine import Machine, Node
 from emulation.plan import Numerics, Plan, default_plan
 from emulation.problem import Array, Problem, numpy_dtype
@@ -59,6 +60,7 @@ class Constants:
     scale: Node
     softcap: Node | None  # turns a score into the argument of tanh; the score is then in [-1, 1]
     c_ln2: Node
+    log2e: Node
 
 
 def constants(m: Machine, problem: Problem) -> Constants:
@@ -73,6 +75,7 @@ def constants(m: Machine, problem: Problem) -> Constants:
         if problem.softcap is None
         else m.constant("softcap", 2.0 * LOG2E * problem.scale / problem.softcap),
         c_ln2=m.constant("LSE", float(np.float32(unit * LOG2E)) * LN2),
+        log2e=m.constant("score scaling", LOG2E),
     )
 
 
@@ -122,6 +125,15 @@ def weighs(m: Machine, s: Node, seen: Array) -> Array:
     return found
 
 
+def _log2_units(m: Machine, plan: Plan, const: Constants, s: Node) -> Node:
+    """A score in log2 units, rounded: s c, or s times scale and log2 e."""
+    if plan.score == "scaled":
+        return m.mul(
+            "exponent argument", m.mul("exponent argument", s, const.scale), const.log2e
+        )
+    return m.mul("exponent argument", s, const.c)
+
+
 def _follow(
     m: Machine, plan: Plan, const: Constants, old: Reference, s: Node, seen: Array
 ) -> Reference:
@@ -136,7 +148,7 @@ def _follow(
     top = m.top(s, seen)
     grew = first | (sees & (m.value(top) > m.value(old.m)))
     new_m = m.select(grew, top, old.m)
-    new_r = m.mul("exponent argument", new_m, const.c)
+    new_r = _log2_units(m, plan, const, new_m)
     r = m.value(new_r)
     move: Array
     if policy == "stale":
@@ -190,8 +202,9 @@ def _probabilities(
     """x = s c - r and P = 2^x, P = 0 where not seen."""
     r = column(m, ref.r)
     wide = abs(m.value(r)) >= WIDE_REFERENCE
-    if plan.score == "unfused" or (plan.score == "guarded" and bool(wide.any())):
-        x = m.sub("exponent argument", m.mul("exponent argument", s, const.c), r)
+    apart = plan.score in ("unfused", "scaled")
+    if apart or (plan.score == "guarded" and bool(wide.any())):
+        x = m.sub("exponent argument", _log2_units(m, plan, const, s), r)
         if plan.score == "guarded":
             fused = m.fma("exponent argument", s, const.c, m.map(r, np.negative))
             x = m.select(wide, x, fused)
@@ -226,8 +239,33 @@ def lane_sum(m: Machine, name: str, p: Node) -> Node:
     return t
 
 
+def _alone(m: Machine, l_row: Node) -> Node:
+    """l of a row (R,) as the first of four lanes (R, 4), which joining does not round."""
+
+    def stacked(x: Array) -> Array:
+        xp = rounding.namespace(x)
+        found: Array = xp.stack([x, *(xp.zeros_like(x) for _ in range(3))], axis=1)
+        return found
+
+    return m.map(l_row, stacked)
+
+
 def _row_sum(m: Machine, plan: Plan, lanes: Node, alpha: Node | None, p: Node) -> Node:
     """l = l alpha + sum of P, four lanes (R, 4), in the Plan's order."""
+    if plan.row_sum_order in ("joined", "groups"):
+        l_row = m.take(lanes, (slice(None), 0))
+        width = m.value(p).shape[1]
+        if plan.row_sum_order == "joined":
+            t = join(m, plan, "row sum", lane_sum(m, "row sum", p))
+            a = np.float32(1) if alpha is None else alpha
+            return _alone(m, m.fma("row sum", l_row, a, t, product="rescale of l"))
+        if alpha is not None:
+            l_row = m.mul("rescale of l", l_row, alpha)
+        for start in range(0, width, 32):
+            group = m.take(p, (slice(None), slice(start, start + 32)))
+            t = join(m, plan, "row sum", lane_sum(m, "row sum", group))
+            l_row = m.add("row sum", l_row, t)
+        return _alone(m, l_row)
     a = np.float32(1) if alpha is None else column(m, alpha)
     if plan.row_sum_order == "tile":
         t = lane_sum(m, "row sum", p)
@@ -303,7 +341,7 @@ def flash_rows(
 
     ref = Reference(m.zeros(lo, (rows,)), m.zeros(lo, (rows,)), xp.zeros(rows, bool))
     if plan.numerics.reference == "final":
-        ref = _final_reference(m, const, ref, q, k, visits, seen_of)
+        ref = _final_reference(m, plan, const, ref, q, k, visits, seen_of)
     o = m.zeros(lo, (rows, v.shape[1]))
     lanes = m.zeros(lo, (rows, 4))  # l of the unrounded P
     weights = m.zeros(lo, (rows, 1))  # l of the rounded P, summed by the tensor core
@@ -330,6 +368,12 @@ def flash_rows(
                 p_seen = parts[0] if len(parts) == 1 else m.add("row sum", parts[0], parts[1])
                 rounded_lanes = _row_sum(m, plan, rounded_lanes, alpha, p_seen)
         v_t = m.transpose(m.input(v[tile]))
+        if plan.finish == "fold":
+            ends = sees & (hi > tile.start) & (hi <= tile.start + plan.tile_n)
+            if plan.direction == "right-to-left":
+                ends = sees & (lo >= tile.start) & (lo < tile.start + plan.tile_n)
+            o = _fold(m, plan, o, alpha, parts, v_t, seen, ends, lanes)
+            continue
         o = _accumulate(m, plan, ("PV accumulation", "rescale of O"), o, alpha, parts, v_t, seen)
 
     one = xp.ones(rows, np.float32)
@@ -340,16 +384,37 @@ def flash_rows(
         l_out = m.select(sees, m.take(weights, (slice(None), 0)), one)
     else:
         l_out = m.select(sees, join(m, plan, "row sum", rounded_lanes), one)
-    inverse = m.reciprocal("reciprocal", l_out, plan.inverse)
-    o = m.mul("final multiply", o, column(m, inverse))
+    if plan.finish == "multiply":
+        inverse = m.reciprocal("reciprocal", l_out, plan.inverse)
+        o = m.mul("final multiply", o, column(m, inverse))
     out_format = plan.format if plan.numerics.out == "input" else "float32"
     out = m.cast("output cast", o, out_format)
     return Rows(o, out, _lse(m, plan, const, ref, l_exact), sees)
 
 
+def _fold(
+    m: Machine, plan: Plan, o: Node, alpha: Node | None, parts: list[Node], b: Node, seen: Array,
+    ends: Array, lanes: Node,
+) -> Node:  # fmt: skip
+    """o alpha + P V of a tile, in rows that end with it times 1 / l."""
+    xp = rounding.namespace(seen)
+    tile = None
+    for part in parts:
+        tile = m.dot_seen("PV accumulation", part, b, tile, seen)
+    a = m.constant("alpha", 1.0) if alpha is None else column(m, alpha)
+    later = m.fma("PV accumulation", o, a, tile, product="rescale of O")
+    if not bool(ends.any()):
+        return later
+    l_row = m.select(ends, join(m, plan, "row sum", lanes), xp.ones(len(ends), np.float32))
+    inverse = column(m, m.reciprocal("reciprocal", l_row, plan.inverse))
+    last = m.mul("final multiply", m.mul("final multiply", inverse, a), o)
+    last = m.fma("final multiply", inverse, tile, last)
+    return m.select(ends[:, None], last, later)
+
+
 def _final_reference(
-    m: Machine, const: Constants, ref: Reference, q: Node, k: Array, visits: list[slice],
-    seen_of: Callable[[slice], Array],
+    m: Machine, plan: Plan, const: Constants, ref: Reference, q: Node, k: Array,
+    visits: list[slice], seen_of: Callable[[slice], Array],
 ) -> Reference:  # fmt: skip
     """A first pass for the exact max of each row."""
     top, started = ref.m, ref.started
@@ -359,7 +424,7 @@ def _final_reference(
         here, sees = m.top(s, seen), weighs(m, s, seen)
         grew = sees & (~started | (m.value(here) > m.value(top)))
         top, started = m.select(grew, here, top), started | sees
-    return Reference(top, m.mul("exponent argument", top, const.c), ref.started)
+    return Reference(top, _log2_units(m, plan, const, top), ref.started)
 
 
 def _redo(
@@ -382,8 +447,14 @@ def _redo(
 
 def _lse(m: Machine, plan: Plan, const: Constants, ref: Reference, l_exact: Node) -> Node:
     """LSE = ln2 (r + log2 l) in the Plan's form."""
-    log2_l = m.log2("LSE", l_exact)
     value = Machine(state=m.state)
+    if plan.lse == "natural":
+        ln_l = m.log("LSE", l_exact)
+        of_r = value.div("LSE", m.value(ref.r), value.constant("LSE", LOG2E))
+        return m.linear(
+            "LSE", value.add("LSE", of_r, m.value(ln_l)), (LN2, ref.r), (1.0, ln_l)
+        )
+    log2_l = m.log2("LSE", l_exact)
     ln2 = value.constant("LSE", LN2)
     l2, r, top = m.value(log2_l), m.value(ref.r), m.value(ref.m)
     if plan.lse == "sum":
@@ -394,6 +465,26 @@ def _lse(m: Machine, plan: Plan, const: Constants, ref: Reference, l_exact: Node
         factor = m.value(const.scale if plan.lse == "scale" else const.c_ln2)
         lse = value.fma("LSE", top, factor, value.mul("LSE", l2, ln2))
     return m.linear("LSE", lse, (LN2, ref.r), (LN2, log2_l))
+
+
+def split_rows(
+    m: Machine, plan: Plan, const: Constants, q: Node, k: Array, v: Array, lo: Array, hi: Array
+) -> Rows:
+    """`flash_rows` in plan.splits ranges of keys, merged. Values only: no errors are tracked."""
+    xp = rounding.namespace(lo)
+    count = -(-k.shape[0] // plan.tile_n)
+    each = -(-count // plan.splits) * plan.tile_n
+    part = dataclasses.replace(plan, splits=1)
+    found = []
+    for start in range(0, plan.splits * each, each):
+        low, high = (xp.clip(x, start, start + each) for x in (lo, hi))
+        some = high > low
+        low, high = xp.where(some, low, 0), xp.where(some, high, 0)
+        found.append(flash_rows(m, part, const, q, k, v, low, high))
+    lses = [xp.where(r.started, r.lse, xp.float32(-np.inf)) for r in found]
+    o, lse = split.merge([r.o for r in found], lses)
+    out_format = plan.format if plan.numerics.out == "input" else "float32"
+    return Rows(o, m.cast("output cast", o, out_format), lse, hi > lo)
 
 
 def row_blocks(n_q: int, rows: int = ROWS) -> Iterator[slice]:
@@ -474,12 +565,11 @@ def flash_forward(problem: Problem, plan: Plan, progress: Progress | None = None
     o = xp.zeros((heads, n_q, d_v), np.float32)
     lse = xp.full((heads, n_q), -np.inf, np.float32)
     blocks = list(row_blocks(n_q))
+    walk = flash_rows if plan.splits == 1 else split_rows
     for h in range(heads):
         k, v = problem.k[problem.kv_head(h)], problem.v[problem.kv_head(h)]
         for i, block in enumerate(blocks):
-            rows = flash_rows(
-                m, plan, const, m.input(problem.q[h, block]), k, v, lo[block], hi[block]
-            )
+            rows = walk(m, plan, const, m.input(problem.q[h, block]), k, v, lo[block], hi[block])
             out[h, block], o[h, block] = rows.out.astype(dtype), rows.o
             lse[h, block] = xp.where(rows.started, rows.lse, xp.float32(-np.inf))
             if progress is not None:

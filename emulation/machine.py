@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from emulation import rounding, sfu, tensor_core, wide
+from emulation import cuda_math, rounding, sfu, tensor_core, wide
 from emulation.problem import Array
 
 Node = Any  # an array here, a Tracked in the tracking machine
@@ -182,6 +182,10 @@ class Machine:
     def log2(self, name: str, x: Node) -> Node:
         """log2(x) by the special function unit."""
         return self.keep(name, sfu.lg2(x))
+
+    def log(self, name: str, x: Node) -> Node:
+        """ln(x) by CUDA's logf."""
+        return self.keep(name, cuda_math.logf(x))
 
     def reciprocal(self, name: str, x: Node, how: str) -> Node:
         """1 / x: "ieee" or "hardware" (rcp.approx)."""

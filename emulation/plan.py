@@ -139,22 +139,31 @@ class Plan:
     direction: Literal["right-to-left", "left-to-right"] = "right-to-left"
     #: x = fma(s, c, -r), or rn(rn(s c) - r). "guarded": fused, but unfused in rows where
     #: |r| >= 2^24: rounding r = m c alone would move x by whole units, and 2^x could overflow.
-    score: Literal["guarded", "fused", "unfused"] = "guarded"
+    #: "scaled": y = rn(rn(s scale) log2 e) first, its max is the reference, x = rn(y - r).
+    score: Literal["guarded", "fused", "unfused", "scaled"] = "guarded"
     #: Argument of alpha: rn(r_old - r_new) of the references, or rn(rn(m_old - m_new) c) of the
     #: maxima.
     alpha: Literal["references", "maxima"] = "references"
     #: l: "tile": lane sums of the tile, then fma(l, alpha, sum). "running": fma(l, alpha, p) first,
-    #: then adds.
-    row_sum_order: Literal["tile", "running"] = "tile"
+    #: then adds. "joined": as "tile", the lanes joined in every tile. "groups": rn(l alpha), to
+    #: which the sums of 32 columns each, lanes joined, are added in turn.
+    row_sum_order: Literal["tile", "running", "joined", "groups"] = "tile"
     #: Who sums the rounded P: the fp32 lanes, or the tensor core (a column of ones beside V).
     rounded_sum: Literal["matrix", "lanes"] = "matrix"
     #: How the four lanes are joined at the end: (l0 + l1) + (l2 + l3), or (l0 + l2) + (l1 + l3).
     join: Literal["01+23", "02+13"] = "01+23"
     #: 1 / l: correctly rounded, or rcp.approx.
     inverse: Literal["ieee", "hardware"] = "ieee"
+    #: O: "multiply": acc rn(1 / l). "fold", of promoted sums: the last tile's product is joined as
+    #: fma(1 / l, product, rn(rn(1 / l alpha) acc)).
+    finish: Literal["multiply", "fold"] = "multiply"
     #: LSE: "sum": rn(rn(r + lg2 l) ln2). With w = rn(lg2(l) ln2): "scale": fma(m, scale, w);
-    #: "c ln2": fma(m, rn(c ln2), w); "reference": fma(r, ln2, w).
-    lse: Literal["sum", "scale", "c ln2", "reference"] = "sum"
+    #: "c ln2": fma(m, rn(c ln2), w); "reference": fma(r, ln2, w). "natural": rn(rn(r / log2 e) +
+    #: logf(l)), CUDA's logf.
+    lse: Literal["sum", "scale", "c ln2", "reference", "natural"] = "sum"
+    #: Ranges of whole tiles of keys, each walked on its own and normalised; their fp32 results are
+    #: merged by LSE (`split.merge`). 1: all keys in one walk.
+    splits: int = 1
     #: "stale" moves the reference when a lane's sum of a tile exceeds 2 ** stale_limit.
     stale_limit: int = 14
     #: Format kept between steps. Kernels keep float32; the half formats show what an all-half chain
@@ -166,16 +175,24 @@ class Plan:
         _check_choices(self, "plan")
         _check_tile("plan.tile_n", self.tile_n)
         reference = self.numerics.reference
-        if reference not in ("row-max", "lazy", "final"):
+        if reference not in ("row-max", "lazy", "final") or self.score == "scaled":
             # These forms start from the max m, and would miss what the reference adds to it.
+            why = repr(self.score if self.score == "scaled" else reference)
             if self.alpha == "maxima":
-                raise ValueError(
-                    f"plan.alpha: got 'maxima', must be \"references\" with {reference!r}"
-                )
+                raise ValueError(f"plan.alpha: got 'maxima', must be \"references\" with {why}")
             if self.lse in ("scale", "c ln2"):
                 raise ValueError(
-                    f'plan.lse: got {self.lse!r}, must be "sum" or "reference" with {reference!r}'
+                    f'plan.lse: got {self.lse!r}, must be "sum" or "reference" with {why}'
                 )
+        if self.finish == "fold" and (
+            self.numerics.accumulate != "promoted" or self.numerics.row_sum != "unrounded"
+        ):
+            raise ValueError(
+                "plan.finish: got 'fold', must be \"multiply\" unless sums are promoted and l is of "
+                "the unrounded P"
+            )
+        if isinstance(self.splits, bool) or not isinstance(self.splits, int) or self.splits < 1:
+            raise ValueError(f"plan.splits: got {self.splits!r}, must be an integer >= 1")
         if isinstance(self.stale_limit, bool) or not isinstance(self.stale_limit, int):
             raise TypeError(f"plan.stale_limit: got {self.stale_limit!r}, must be an integer")
         most = 14 if self.format == "float16" else 60

@@ -291,6 +291,12 @@ class TrackingMachine(Machine):
         value = super().log2(name, x.value)
         return self._function(name, x, value, np.log2, lambda t: 1.0 / (_LN2 * t))
 
+    def log(self, name: str, x: Any) -> Any:
+        if not isinstance(x, Tracked):
+            return super().log(name, x)
+        value = super().log(name, x.value)
+        return self._function(name, x, value, np.log, lambda t: 1.0 / t)
+
     def reciprocal(self, name: str, x: Any, how: str) -> Any:
         if not isinstance(x, Tracked):
             return super().reciprocal(name, x, how)
