@@ -79,15 +79,16 @@ NOTHING = Change()
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """Of some rows: out (H, R, D_v), lse (H, R), `sigma` (H, R, D_v) the standard deviation that
-    rounding adds, `worst` (H, R, D_v) its first-order worst case and `sure` the size of fp32 slack
-    in both, `lse_sigma` (H, R).
+    """Of some rows: out (H, R, D_v), lse (H, R); `sigma` (H, R, D_v) the standard deviation that
+    rounding adds, `worst` its first-order worst case, of which `p_part` = u sum P |V| is that of
+    rounding P; `spread` = u sqrt(sum P^2 V^2); `lse_sigma` (H, R).
     """
 
     out: F64
     lse: F64
     sigma: F64
     worst: F64
+    p_part: F64
     spread: F64
     lse_sigma: F64
 
@@ -234,7 +235,7 @@ def run(problem: Problem, change: Change, rows: Index) -> Outcome:
     ulp = np.ldexp(1.0, np.maximum(exponent, fmt.emin) - fmt.precision + 1)
     sigma = np.sqrt(ROUNDING * u * u * square + ulp * ulp / 12 + slack * slack)
     worst = u * size + ulp / 2 + 4 * slack
-    return Outcome(out, lse, sigma, worst, u * np.sqrt(square), lse_sigma)
+    return Outcome(out, lse, sigma, worst, u * size, u * np.sqrt(square), lse_sigma)
 
 
 @dataclass(frozen=True, eq=False)
