@@ -32,7 +32,7 @@ WHOLE = 1 << 27
 #: Scores of the rows that get derived bounds and are compared with every suspect.
 CLOSE = 1 << 19
 #: Scores of the rows on which suspects are sorted out first.
-FIRST = 1 << 17
+FIRST = 1 << 16
 #: Scores up to which gradients are judged.
 GRADIENTS = 1 << 22
 

@@ -147,7 +147,10 @@ def weigh(
     w = _to(np.exp(x), change.state)
     if change.tiles is not None:
         return _tiled(change, s, w, counted, base, slope)
-    total = _to(w.sum(axis=1) + padded * np.exp(-base), change.state)
+    total = w.sum(axis=1)
+    if change.pad:
+        total = total + padded * np.exp(-base)
+    total = _to(total, change.state)
     if change.weights is not None:
         w = change.weights(w)
     safe = np.where(total > 0, total, 1.0)
