@@ -16,8 +16,8 @@ from emulation.problem import Array
 class Setting:
     """Shapes and masks of a problem: queries, keys, query heads, key heads, D."""
 
-    n_q: int = 208
-    n_k: int = 208
+    n_q: int = 144
+    n_k: int = 144
     heads: int = 4
     kv_heads: int = 2
     d: int = 64
@@ -28,8 +28,8 @@ CAUSAL = Setting()
 NARROW = Setting(d=32)
 SCALED = Setting(masks=(("causal", True), ("scale", 0.2)))
 FULL = Setting(masks=())
-TALL = Setting(n_q=240, masks=(("causal", "top-left"),))
-WIDE = Setting(n_q=144, masks=(("causal", True),))
+TALL = Setting(n_q=176, masks=(("causal", "top-left"),))
+WIDE = Setting(n_q=96, masks=(("causal", True),))
 WINDOW = Setting(masks=(("causal", True), ("window", (48, None))))
 SIDES = Setting(masks=(("window", (48, 12)),))
 CAPPED = Setting(masks=(("causal", True), ("softcap", 5.0)))
@@ -111,11 +111,11 @@ def bugs() -> Iterator[Bug]:
     yield Bug("mask dropped", "causal", CAUSAL, M(see=lambda i, j, m: np.ones_like(m)))
     yield Bug("mask dropped", "window", WINDOW, M(see=_causal(0)))
     yield Bug("mask not asked for", "bottom-right", FULL, M(see=_causal(0)))
-    yield Bug("mask not asked for", "N_q < N_k", Setting(n_q=144, masks=()), M(see=_causal(0)))
+    yield Bug("mask not asked for", "N_q < N_k", Setting(n_q=96, masks=()), M(see=_causal(0)))
     yield Bug("mask inverted", "causal", CAUSAL, M(see=lambda i, j, m: ~m))
     yield Bug("mask inverted", "window", WINDOW, M(see=lambda i, j, m: ~m))
     yield Bug("causal alignment", "N_q < N_k", WIDE, M(see=_causal(0)))
-    yield Bug("causal alignment", "N_q > N_k", TALL, M(see=_causal(208 - 240)))
+    yield Bug("causal alignment", "N_q > N_k", TALL, M(see=_causal(144 - 176)))
     yield Bug("diagonal off by some", "+1", CAUSAL, M(see=_causal(1)))
     yield Bug("diagonal off by some", "-1", CAUSAL, M(see=_causal(-1)))
     yield Bug("window off by some", "+1", WINDOW, M(see=_band(1, 0, WINDOW)))
@@ -125,16 +125,16 @@ def bugs() -> Iterator[Bug]:
     other = Setting(masks=(("window", (24, 20)),))
     near = lambda i, j, m: (j >= i - 20) & (j <= i + 24)  # noqa: E731
     yield Bug("window sides swapped", "24, 20", other, M(see=near))
-    yield Bug("last keys dropped", "1", FULL, M(see=_hide(lambda j: j >= 207)))
-    yield Bug("last keys dropped", "16", FULL, M(see=_hide(lambda j: j >= 192)))
+    yield Bug("last keys dropped", "1", FULL, M(see=_hide(lambda j: j >= 143)))
+    yield Bug("last keys dropped", "16", FULL, M(see=_hide(lambda j: j >= 128)))
     yield Bug("first keys dropped", "1", FULL, M(see=_hide(lambda j: j < 1)))
     yield Bug("first keys dropped", "64", CAUSAL, M(see=_hide(lambda j: j < 64)))
     yield Bug("keys skipped", "a tile", CAUSAL, M(see=_hide(lambda j: j // 64 == 1)))
     yield Bug("keys skipped", "one a tile", FULL, M(see=_hide(lambda j: j % 64 == 63)))
     yield Bug("tile visited twice", "first of 64", CAUSAL, M(weight=_lift(lambda j: j < 64)))
-    yield Bug("tile visited twice", "last of 64", FULL, M(weight=_lift(lambda j: j >= 192)))
+    yield Bug("tile visited twice", "last of 64", FULL, M(weight=_lift(lambda j: j >= 128)))
     yield Bug("padded keys counted", "16", FULL, M(pad=16))
-    yield Bug("padded keys counted", "48", FULL, M(pad=48))
+    yield Bug("padded keys counted", "112", FULL, M(pad=112))
     yield Bug("GQA heads interleaved", "causal", CAUSAL, M(group=lambda h, n, kv: h % kv))
     yield Bug("GQA heads interleaved", "full", FULL, M(group=lambda h, n, kv: h % kv))
     swap = M(before=lambda q, k, v: (q, v, k))

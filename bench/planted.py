@@ -66,7 +66,8 @@ def to(x: Array, fmt: str | None) -> Array:
         top = float(ml_dtypes.finfo(FP8[fmt]).max)
         return np.clip(x, -top, top).astype(FP8[fmt]).astype(F32)
     kind: Any = ml_dtypes.bfloat16 if fmt == "bfloat16" else fmt
-    return x.astype(kind).astype(F32)
+    with np.errstate(all="ignore"):
+        return x.astype(kind).astype(F32)
 
 
 def mask_of(n_q: int, n_k: int, causal: Any, window: Any) -> tuple[Array, Array, Array]:
@@ -198,8 +199,9 @@ def backward(
             ds = ds * found.slope
         half_p, half_ds = to(p, fmt), to(ds, fmt)
         by = F32(scale**m.power)
-        dq[h] = half_ds @ wide_k[g] * by
-        if m.every or h % group == group - 1:
-            dk[g] += half_ds.T @ wide_q[h] * by
-            dv[g] += (half_ds if m.dv_from_ds else half_p).T @ do
+        with np.errstate(all="ignore"):
+            dq[h] = half_ds @ wide_k[g] * by
+            if m.every or h % group == group - 1:
+                dk[g] += half_ds.T @ wide_q[h] * by
+                dv[g] += (half_ds if m.dv_from_ds else half_p).T @ do
     return tuple(to(x, fmt).astype(q.dtype) for x in (dq, dk, dv))  # type: ignore[return-value]

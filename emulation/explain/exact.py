@@ -81,7 +81,9 @@ NOTHING = Change()
 class Outcome:
     """Of some rows: out (H, R, D_v), lse (H, R); `sigma` (H, R, D_v) the standard deviation that
     rounding adds, `worst` its first-order worst case, of which `p_part` = u sum P |V| is that of
-    rounding P; `spread` = u sqrt(sum P^2 V^2); `lse_sigma` (H, R).
+    rounding P; `spread` = u sqrt(sum P^2 V^2); `lse_sigma` (H, R); `half` (H, R, D_v) the standard
+    deviation that rounding every step to the format would leave, `coarse` that of rounding P to a
+    coarser one (both without a change only).
     """
 
     out: F64
@@ -91,6 +93,8 @@ class Outcome:
     p_part: F64
     spread: F64
     lse_sigma: F64
+    half: F64
+    coarse: dict[str, F64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,8 +215,10 @@ def run(problem: Problem, change: Change, rows: Index) -> Outcome:
     band = work.band()
     n, d_v = len(rows), work.d_v
     out, lse = np.zeros((work.heads, n, d_v)), np.full((work.heads, n), -np.inf)
-    square, size, slack = (np.zeros(out.shape) for _ in range(3))
+    square, size, slack, half = (np.zeros(out.shape) for _ in range(4))
     lse_sigma = np.zeros(lse.shape)
+    narrower = coarser(problem.dtype) if change is NOTHING else []
+    coarse = {name: np.zeros(out.shape) for name in narrower}
     values = {g: numbers(work.v[g]) for g in sorted(set(heads.tolist()))}
     keys = {g: numbers(work.k[g]) for g in values}
     with np.errstate(all="ignore"):
@@ -226,6 +232,10 @@ def run(problem: Problem, change: Change, rows: Index) -> Outcome:
                 square[h, part] = (w.p * w.p) @ (v * v)
                 size[h, part] = w.p @ np.abs(v)
                 slack[h, part] = near @ np.abs(v)
+                if change is NOTHING:
+                    half[h, part] = _half_state(w, v, out[h, part])
+                    for name, x in coarse.items():
+                        x[h, part] = np.sqrt(_coarse(w, name) @ (v * v))
                 row = near.sum(axis=1) + U32 * (1 + np.abs(np.where(w.lse > -np.inf, w.lse, 0.0)))
                 lse_sigma[h, part] = row
                 lse[h, part] = w.lse if change.lse is None else change.lse(w.lse, w.top)
@@ -238,7 +248,40 @@ def run(problem: Problem, change: Change, rows: Index) -> Outcome:
     ulp = np.ldexp(1.0, np.maximum(exponent, fmt.emin) - fmt.precision + 1)
     sigma = np.sqrt(ROUNDING * u * u * square + ulp * ulp / 12 + slack * slack)
     worst = u * size + ulp / 2 + 4 * slack
-    return Outcome(out, lse, sigma, worst, u * size, u * np.sqrt(square), lse_sigma)
+    half = u * np.sqrt(ROUNDING * half)
+    return Outcome(out, lse, sigma, worst, u * size, u * np.sqrt(square), lse_sigma, half, coarse)
+
+
+def coarser(dtype: str) -> list[str]:
+    """Formats that lose something of this one.
+
+    >>> coarser("float16")
+    ['bfloat16', 'e4m3', 'e5m2']
+    """
+    own = FORMATS[dtype].precision
+    names = ("tf32", "float16", "bfloat16", "e4m3", "e5m2")
+    return [n for n in names if FORMATS[n].precision < own]
+
+
+def _coarse(w: Weights, name: str) -> F64:
+    """Variance of P rounded to a format, as it stands before its sum divides it."""
+    fmt = FORMATS[name]
+    top = np.maximum(w.p.max(axis=1, initial=0.0), 1e-300)[:, None]
+    exponent = np.frexp(w.p / top)[1] - 1
+    ulp = np.ldexp(top, np.maximum(exponent, fmt.emin) - fmt.precision + 1)
+    # Below half the smallest number P itself is lost.
+    return np.asarray(np.minimum(ulp * ulp / 12, w.p * w.p))
+
+
+def _half_state(w: Weights, v: F64, o: F64) -> F64:
+    """Variance, in units of one rounding's, if S, scaled S, S - max, P, l and O are rounded: an
+    exponent errs by its size, and all of a row's P share what l has lost (some 6 additions).
+    """
+    s = np.where(w.seen, w.s, 0.0)
+    x = np.where(w.seen, w.s - w.top[:, None], 0.0)
+    p2 = w.p * w.p * (2.0 * s * s + x * x + 2.0)
+    spread = p2 @ (v * v) - 2 * o * (p2 @ v) + o * o * p2.sum(axis=1, keepdims=True)
+    return np.asarray(np.maximum(spread, 0.0) + 8.0 * o * o)
 
 
 @dataclass(frozen=True, eq=False)

@@ -170,31 +170,40 @@ def bias(seen: Observed) -> Bias | None:
 
 
 @dataclass(frozen=True)
-class Dropout:
-    """Weights thrown away at random: the rate, and how evenly it explains the error."""
-
-    rate: float
-    evenness: float
-
-
-def dropout(seen: Observed, spread: F64) -> Dropout | None:
-    """Whether the error is that of weights dropped with a rate p and the others scaled by 1/(1 - p):
-    the variance is p / (1 - p) sum P^2 V^2, in small and in large elements alike, and its mean 0.
-
-    spread (H, R, D): sqrt(sum P^2 V^2).
+class Noise:
+    """Random errors of a known shape: `size` in units of what the shape predicts, `evenness` of six
+    groups of elements, from small to large predictions (smallest over largest), and the
+    log-likelihood. variant: a format.
     """
-    square = spread**2
-    error = seen.out - seen.exact
-    use = square > 0
+
+    name: str
+    size: float
+    evenness: float
+    score: float
+    variant: str = ""
+
+    @property
+    def rate(self) -> float:
+        """Of dropout: weights thrown away with a rate p leave p / (1 - p) sum P^2 V^2."""
+        odds = self.size**2
+        return odds / (1.0 + odds)
+
+
+def noise(seen: Observed, name: str, sigma: F64, variant: str = "") -> Noise | None:
+    """Whether the error is random with this standard deviation (H, R, D), times one factor: as large
+    for small predictions as for large ones, and 0 on average.
+    """
+    use = (sigma > 0) & np.isfinite(seen.out)
     if use.sum() < 64:
         return None
-    ratio = error[use] ** 2 / square[use]
-    order = np.argsort(square[use])
-    parts = [float(part.mean()) for part in np.array_split(ratio[order], 6)]
-    odds = float(np.median(parts))
-    rest = abs(float((error[use] / np.sqrt(square[use])).mean()))
-    if not 0.005 < odds < 9.0 or min(parts) < 0.4 * odds or max(parts) > 2.5 * odds:
+    z = (seen.out[use] - seen.exact[use]) / sigma[use]
+    order = np.argsort(sigma[use])
+    parts = [float(np.mean(part**2)) for part in np.array_split(z[order], 6)]
+    size = float(np.sqrt(np.median(parts)))
+    if not size > 0 or min(parts) < 0.35 * size**2 or max(parts) > 3 * size**2:
         return None
-    if rest > 0.25 * np.sqrt(odds):
+    if abs(float(z.mean())) > 0.25 * size:
         return None
-    return Dropout(odds / (1.0 + odds), min(parts) / max(parts))
+    scale = np.maximum(size * sigma[use], 1e-300)
+    score = float(-0.5 * np.sum(np.minimum((z / size) ** 2, CLIP)) - np.sum(np.log(scale)))
+    return Noise(name, size, min(parts) / max(parts), score, variant)

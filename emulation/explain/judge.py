@@ -17,6 +17,7 @@ from emulation.explain.exact import NOTHING, F64, Index
 from emulation.explain.fit import Match, Observed
 from emulation.explain.verdict import KINDS, Judgement, Verdict, blocks
 from emulation.explain.whose import Bits, Share, rows_for, search, whose
+from emulation.formats import FORMATS
 from emulation.plan import Plan
 from emulation.problem import Array, Problem, dtype_name
 
@@ -28,6 +29,8 @@ ODDS = 1e-12
 KEPT = 8
 #: Scores of the rows whose rounding sources are attributed.
 ATTRIBUTED = 1 << 18
+DROPOUT, HALF = "dropout left on", "all state in half precision"
+COARSE = "P rounded to another format before normalisation"
 NAMES = ("dq", "dk", "dv")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
@@ -144,9 +147,9 @@ def verdict(
             wrong = bool(bad)
             found = best is not None and (wrong or best.significant)
     drop = None
-    if wrong and (best is None or best.explained < 0.5):
-        drop = fit.dropout(seen, whole.spread[:, close] / _unit(problem))
-        best = None
+    if judgements["out"].wrong and (best is None or not (best.fits or best.significant)):
+        drop = _noise(case, _finite(seen), close)
+        best = None if drop is not None else best
     kind = KINDS[2] if wrong or found else KINDS[0]
     facts = {
         "rows": len(case.rows), "close": len(close), "dtype": problem.dtype,
@@ -172,9 +175,21 @@ def verdict(
     return result
 
 
-def _unit(problem: Problem) -> float:
-    from emulation.formats import FORMATS
+def _noise(case: Case, seen: Observed, close: Index) -> fit.Noise | None:
+    """Random errors that are not rounding in the claimed formats: dropout, or half precision kept
+    between all steps.
+    """
+    whole = case.whole
+    found = [fit.noise(seen, DROPOUT, whole.spread[:, close] / _unit(case.problem))]
+    found += [fit.noise(seen, HALF, whole.half[:, close])]
+    for fmt, sigma in whole.coarse.items():
+        found.append(fit.noise(seen, COARSE, sigma[:, close], fmt))
+    limits = {DROPOUT: (0.09, 3.0), HALF: (0.3, 4.0), COARSE: (0.6, 1.7)}
+    good = [n for n in found if n is not None and limits[n.name][0] < n.size < limits[n.name][1]]
+    return max(good, key=lambda n: n.score, default=None)
 
+
+def _unit(problem: Problem) -> float:
     fmt = FORMATS[problem.dtype]
     return fmt.unit_roundoff if fmt.bits == 16 else 1.0
 
@@ -302,10 +317,10 @@ def _unit_or_zero(problem: Problem) -> float:
     return _unit(problem) if problem.dtype != "float32" else 0.0
 
 
-def _finite_rows(seen: Observed) -> Observed:
-    """Without the rows that hold NaN or infinities."""
-    good = np.isfinite(seen.out).all(axis=(0, 2))
-    return seen if good.all() else Observed(*(x[:, good] for x in _fields(seen)))
+def _finite(seen: Observed, top: float = math.inf) -> Observed:
+    """With NaN where nothing is known set right, and infinities as the largest number."""
+    out = np.where(np.isnan(seen.out), seen.exact, np.clip(seen.out, -top, top))
+    return dataclasses.replace(seen, out=np.where(np.isfinite(out), out, seen.exact))
 
 
 def _fields(seen: Observed) -> tuple[F64, F64, F64, F64]:
@@ -427,8 +442,8 @@ def _gradient_suspects(
     case: Case, seen: dict[str, Observed], dout: Array, wrong: bool
 ) -> tuple[Match | None, tuple[str, ...], tuple[Match, ...]]:
     """Suspects of the backward, and (where a gradient is wrong) those of the forward in it."""
-    if not all(np.isfinite(x.out).all() for x in seen.values()):
-        return None, (), ()
+    top = FORMATS[case.problem.dtype].max
+    seen = {n: _finite(x, top) for n, x in seen.items()}
     found = []
     for of in ("backward", "forward"):
         if of == "forward" and (not wrong or any(m.fits for m in found)):
@@ -440,11 +455,11 @@ def _gradient_suspects(
             if any(theirs.value[n].shape != x.exact.shape for n, x in seen.items()):
                 continue
             called = name if of == "backward" else f"backward: {name}"
+            value = {n: np.clip(theirs.value[n], -top, top) for n in seen}
             matches = [
-                fit.match(x, called, word, theirs.value[n], theirs.sigma[n])
-                for n, x in seen.items()
+                fit.match(x, called, word, value[n], theirs.sigma[n]) for n, x in seen.items()
             ]
-            m = _joint(matches, seen, theirs.value, theirs.sigma)
+            m = _joint(matches, seen, value, theirs.sigma)
             if m is not None:
                 found.append(m)
     return _chosen(fit.ranked(found)[: 2 * KEPT], wrong)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from emulation.explain.exact import F64, Change, Index, Mask, Sight
+from emulation.explain.exact import F64, Change, Index, Mask, Sight, coarser
 from emulation.formats import FORMATS
 from emulation.oracle.result import numbers
 from emulation.problem import Array, Problem
@@ -258,21 +258,9 @@ def rounded(fmt: str) -> Callable[[F64], F64]:
     return lambda x: np.asarray(round_to(np.clip(x, -top, top), fmt)).astype(np.float64)
 
 
-def _coarser(problem: Problem) -> list[str]:
-    """Formats that lose something of this one."""
-    own = FORMATS[problem.dtype]
-    return [n for n in ("tf32", "float16", "bfloat16", "e4m3", "e5m2") if _loses(n, own.name)]
-
-
-def _loses(fmt: str, own: str) -> bool:
-    if fmt == own or (fmt == "tf32" and own == "float16"):
-        return False
-    return FORMATS[fmt].precision < FORMATS[own].precision
-
-
 def _formats_of_inputs(problem: Problem) -> Changes:
     found = {}
-    for fmt in _coarser(problem):
+    for fmt in coarser(problem.dtype):
         for names in ("qk", "v", "qkv"):
 
             def inputs(p: Problem, fmt: str = fmt, names: str = names) -> Problem:
@@ -286,11 +274,11 @@ def _formats_of_inputs(problem: Problem) -> Changes:
 
 
 def _before(problem: Problem) -> Changes:
-    return {fmt: Change(weights=rounded(fmt)) for fmt in _coarser(problem)}
+    return {fmt: Change(weights=rounded(fmt)) for fmt in coarser(problem.dtype)}
 
 
 def _after(problem: Problem) -> Changes:
-    return {fmt: Change(prob=rounded(fmt)) for fmt in _coarser(problem)}
+    return {fmt: Change(prob=rounded(fmt)) for fmt in coarser(problem.dtype)}
 
 
 def _state(problem: Problem) -> Changes:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from emulation.explain.exact import F64
-from emulation.explain.fit import Bias, Dropout, Match
+from emulation.explain.fit import Bias, Match, Noise
 from emulation.explain.whose import Share
 
 KINDS = ("rounding", "rounding, but biased", "another computation")
@@ -55,8 +55,8 @@ class Verdict:
     """What is to be said of an attention output.
 
     kind: one of `KINDS`. judgements: by output. suspect: the computation that fits, if rounding
-    does not (`where_seen`: in which output), others: what fits less well. dropout: weights thrown
-    away at random. source: group of roundings that dominates, with the shares of all. bias: with
+    does not (`where_seen`: in which output), others: what fits less well. noise: random errors that
+    are not rounding in the claimed formats. source: group of roundings that dominates, with the shares of all. bias: with
     the inputs that make it. kernels: whose arithmetic reproduces how many bits, best first.
     """
 
@@ -66,7 +66,7 @@ class Verdict:
     where_seen: str = "out"
     same: tuple[str, ...] = ()
     others: tuple[Match, ...] = ()
-    dropout: Dropout | None = None
+    noise: Noise | None = None
     source: str | None = None
     shares: dict[str, float] = field(default_factory=dict)
     bias: Bias | None = None
@@ -84,7 +84,7 @@ class Verdict:
         """The suspect's name, or None."""
         if self.suspect is not None:
             return self.suspect.name
-        return "dropout left on" if self.dropout is not None else None
+        return self.noise.name if self.noise is not None else None
 
     def __str__(self) -> str:
         return " ".join(self.sentences())
@@ -116,11 +116,8 @@ class Verdict:
         if self.is_rounding:
             return []
         if self.suspect is None:
-            if self.dropout is not None:
-                return [
-                    "It is what dropout leaves: weights thrown away at random, rate "
-                    f"{self.dropout.rate:.2f}."
-                ]
+            if self.noise is not None:
+                return [_noisy(self.noise)]
             return ["None of the known suspects fits."]
         m = self.suspect
         word = f" ({m.variant})" if m.variant else ""
@@ -157,6 +154,19 @@ class Verdict:
         from emulation.explain import pages
 
         return pages.to_html(self, **options)
+
+
+def _noisy(noise: Noise) -> str:
+    told = (
+        f"weights thrown away at random, rate {noise.rate:.2f}"
+        if noise.name.startswith("dropout")
+        else f"errors {noise.size:.1f} times as large as that predicts"
+    )
+    word = f" to {noise.variant}" if noise.variant else ""
+    return (
+        f"It looks like this: {noise.name}{word} ({told}); small and large elements agree within a factor "
+        f"of {1 / noise.evenness:.1f}."
+    )
 
 
 def _percent(share: float) -> str:
