@@ -93,6 +93,10 @@ def _lift(where: Any) -> Any:
     return lambda j: np.where(where(j), 2.0, 1.0)
 
 
+def _constant(value: float) -> Any:
+    return lambda scale, d: value
+
+
 def bugs() -> Iterator[Bug]:
     """All planted bugs."""
     M = Mistakes
@@ -103,7 +107,8 @@ def bugs() -> Iterator[Bug]:
     yield Bug("1/D for 1/sqrt(D)", "D = 64", CAUSAL, M(scale=lambda s, d: 1.0 / d))
     yield Bug("1/D for 1/sqrt(D)", "D = 32", NARROW, M(scale=lambda s, d: 1.0 / d))
     for d in (96, 32):
-        yield Bug("scale of another head dimension", str(d), CAUSAL, M(scale=lambda s, x, d=d: d**-0.5))
+        wrong = d**-0.5
+        yield Bug("scale of another head dimension", str(d), CAUSAL, M(scale=_constant(wrong)))
     yield Bug("square root of the scale", "1/8", CAUSAL, M(scale=lambda s, d: s**0.5))
     yield Bug("square root of the scale", "0.2", SCALED, M(scale=lambda s, d: s**0.5))
     yield Bug("base of the exponential", "2^s", CAUSAL, M(exp=float(np.log(2))))

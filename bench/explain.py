@@ -22,7 +22,6 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from bench.bugs import CAPPED, CAUSAL, FULL, NARROW, WIDE, WINDOW, Bug, Setting, bugs
@@ -33,7 +32,7 @@ from emulation.backward import standard_vjp
 from emulation.explain.case import Case
 from emulation.explain.exact import NOTHING, run
 from emulation.explain.judge import verdict
-from emulation.problem import Array, numpy_dtype
+from emulation.problem import Array
 from emulation.samples import KINDS, capture, sample
 
 INPUTS = (
@@ -174,7 +173,7 @@ def _correct(
         "named": v.named, "elements": sum(j.checked for j in v.judgements.values()),
         "chi": {n: j.chi for n, j in v.judgements.items()},
         "worst": {n: j.worst for n, j in v.judgements.items()},
-        "rules": None if out is None or half is None else rules(out, exact, half.reshape(exact.shape)),
+        "rules": None if out is None or half is None else rules(out, exact, half),
     }  # fmt: skip
 
 
@@ -276,7 +275,8 @@ def main() -> int:
     if chosen.gpu:
         from bench import explain_gpu
 
-        return explain_gpu.main(chosen.data, chosen.workers, int(chosen.elements))
+        code: int = explain_gpu.main(chosen.data, chosen.workers, int(chosen.elements))
+        return code
     start = time.perf_counter()
     found: list[dict[str, Any]] = []
     correct: list[dict[str, Any]] = []

@@ -14,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from emulation.formats import FORMATS
 from emulation.problem import Array
 
 F32 = np.float32
@@ -63,7 +64,7 @@ def to(x: Array, fmt: str | None) -> Array:
     if fmt is None:
         return x.astype(F32)
     if fmt in FP8:
-        top = float(ml_dtypes.finfo(FP8[fmt]).max)
+        top = FORMATS[fmt].max
         return np.clip(x, -top, top).astype(FP8[fmt]).astype(F32)
     kind: Any = ml_dtypes.bfloat16 if fmt == "bfloat16" else fmt
     with np.errstate(all="ignore"):
@@ -177,7 +178,7 @@ def backward(
     m: Mistakes, q: Array, k: Array, v: Array, dout: Array, *, causal: Any = False,
     window: Any = None, softcap: float | None = None, scale: float | None = None,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """dq, dk, dv in q's dtype, the forward being right; P and dS rounded to it for their products."""
+    """dq, dk, dv in q's dtype, the forward being right; P and dS rounded to it for products."""
     fmt, scale = str(q.dtype), q.shape[-1] ** -0.5 if scale is None else scale
     right = Mistakes()
     wide_q, wide_k, wide_v, wide_do = (x.astype(F32) for x in (q, k, v, dout))

@@ -21,16 +21,12 @@ _NAMES = "q|k|v|out|lse|dout|grads|dq|dk|dv|rows|scale|causal|window|softcap|pla
 _OUTPUTS = ("out", "lse", "dq", "dk", "dv")
 
 
-def add(
-    parser: argparse.ArgumentParser, positive: Any, window: Any, integer: Any
-) -> None:
+def add(parser: argparse.ArgumentParser, positive: Any, window: Any, integer: Any) -> None:
     """The arguments of the command; the three convert numbers as the other commands do."""
     kinds = ".npy, .npz or .safetensors; FILE:NAME picks one of several arrays"
     for name in "qkv":
         parser.add_argument(f"--{name}", required=True, metavar="FILE", help=f"{name}: {kinds}")
-    parser.add_argument(
-        "--out", required=True, metavar="FILE", help="the output to be explained"
-    )
+    parser.add_argument("--out", required=True, metavar="FILE", help="the output to be explained")
     parser.add_argument("--lse", metavar="FILE", help="its log-sum-exp (natural logarithm)")
     parser.add_argument("--against", metavar="FILE", help="another output for the same inputs")
     for name in ("dout", "dq", "dk", "dv"):
@@ -62,11 +58,17 @@ def run(args: argparse.Namespace, command: str) -> str:
     """Everything of the command; returns the Markdown. Raises InputError."""
     files = {
         name: OutputFile.check(f"--{name}", path)
-        for name, path in (("output", args.output), ("json", args.json), ("markdown", args.markdown))
+        for name, path in (
+            ("output", args.output),
+            ("json", args.json),
+            ("markdown", args.markdown),
+        )
         if path is not None
     }
     given = {n: getattr(args, n) for n in ("q", "k", "v", *_OUTPUTS, "dout", "against")}
-    taken = {os.path.realpath(p.split(":")[0]) for p in given.values() if p is not None and "\0" not in p}
+    taken = {
+        os.path.realpath(p.split(":")[0]) for p in given.values() if p is not None and "\0" not in p
+    }
     for name, file in files.items():
         if file.path in taken and not file.direct:
             raise InputError(f"--{name}: {file.path}: must differ from every other file")
@@ -113,7 +115,9 @@ def _arrays(args: argparse.Namespace) -> dict[str, Array]:
         check_finite(f"--{name}", found[name])
         stored = dtype_name(found[name].dtype)
         if args.dtype is None and (stored != fmt or stored not in DTYPES):
-            must = f"must be {fmt} like q" if stored != fmt else f"must be one of {', '.join(DTYPES)}"
+            must = (
+                f"must be {fmt} like q" if stored != fmt else f"must be one of {', '.join(DTYPES)}"
+            )
             raise InputError(f"--{name}: dtype {stored}: {must} (or give --dtype)")
         found[name] = to_format(f"--{name}", found[name], str(fmt))
     if "dout" in found:
@@ -150,7 +154,9 @@ def _explain(
         # Only what names one of our arguments is the user's; the rest are defects, with traceback.
         if re.match(rf"({_NAMES})\b[^:]*: ", str(error)):
             told = said(error)
-            raise InputError(f"--{name}{told[3:]}" if told.startswith("out:") else f"--{told}") from None
+            raise InputError(
+                f"--{name}{told[3:]}" if told.startswith("out:") else f"--{told}"
+            ) from None
         raise
 
 
@@ -161,11 +167,14 @@ def difference(arrays: dict[str, Array], first: Verdict, other: Verdict) -> list
         raise InputError(f"--against: shape {b.shape}: must be {a.shape} like --out")
     gap = np.abs(a - b)
     with np.errstate(all="ignore"):
-        at = tuple(int(i) for i in np.unravel_index(int(np.argmax(np.nan_to_num(gap, nan=np.inf))), gap.shape))
+        at = tuple(
+            int(i)
+            for i in np.unravel_index(int(np.argmax(np.nan_to_num(gap, nan=np.inf))), gap.shape)
+        )
     share = float(np.mean(a == b))
     said_of = [
-        f"The two outputs are equal in {100 * share:.3g} % of the elements; they differ most at {at}, "
-        f"by {gap[at]:.3g} (rms {float(np.sqrt(np.mean(np.nan_to_num(gap) ** 2))):.3g})."
+        f"The two outputs are equal in {100 * share:.3g} % of the elements; they differ most at "
+        f"{at}, by {gap[at]:.3g} (rms {float(np.sqrt(np.mean(np.nan_to_num(gap) ** 2))):.3g})."
     ]
     kinds = [v.is_rounding for v in (first, other)]
     if all(kinds):

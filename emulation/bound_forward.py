@@ -58,8 +58,9 @@ def cast_error(value: F64, err: F64, fmt: str) -> F64:
 
 
 def _spread(common: F64, v: F64, o: F64, loose: bool = False) -> F64:
-    """sum_j common_ij |v_jd - O_id|: what errors do to O that its numerator and l share. loose: with
-    |v| + |O| for |v - O|, which is one product.
+    """sum_j common_ij |v_jd - O_id|: what errors do to O that its numerator and l share.
+
+    loose: with |v| + |O| for |v - O|, which is one product.
     """
     if loose:
         return np.asarray(common @ np.abs(v) + np.abs(o) * common.sum(axis=1, keepdims=True))

@@ -128,9 +128,7 @@ def weighs(m: Machine, s: Node, seen: Array) -> Array:
 def _log2_units(m: Machine, plan: Plan, const: Constants, s: Node) -> Node:
     """A score in log2 units, rounded: s c, or s times scale and log2 e."""
     if plan.score == "scaled":
-        return m.mul(
-            "exponent argument", m.mul("exponent argument", s, const.scale), const.log2e
-        )
+        return m.mul("exponent argument", m.mul("exponent argument", s, const.scale), const.log2e)
     return m.mul("exponent argument", s, const.c)
 
 
@@ -451,9 +449,7 @@ def _lse(m: Machine, plan: Plan, const: Constants, ref: Reference, l_exact: Node
     if plan.lse == "natural":
         ln_l = m.log("LSE", l_exact)
         of_r = value.div("LSE", m.value(ref.r), value.constant("LSE", LOG2E))
-        return m.linear(
-            "LSE", value.add("LSE", of_r, m.value(ln_l)), (LN2, ref.r), (1.0, ln_l)
-        )
+        return m.linear("LSE", value.add("LSE", of_r, m.value(ln_l)), (LN2, ref.r), (1.0, ln_l))
     log2_l = m.log2("LSE", l_exact)
     ln2 = value.constant("LSE", LN2)
     l2, r, top = m.value(log2_l), m.value(ref.r), m.value(ref.m)

@@ -76,8 +76,7 @@ def plan_of(
     causal: Any = False,
     scale: float | None = None,
 ) -> Plan:
-    """The Plan of a public kernel: "fa3", "fa2", "cudnn", or "efficient" (PyTorch's memory-efficient
-    kernel).
+    """The Plan of a public kernel: "fa3", "fa2", "cudnn", or PyTorch's memory-"efficient" one.
 
     "fa2" walks all keys at once; "fa2-split" is what it does with little work for the GPU: ranges
     of keys (as many as `splits_of` says, for all heads of q together), merged. q, k, v as for

@@ -188,8 +188,8 @@ class Plan:
             self.numerics.accumulate != "promoted" or self.numerics.row_sum != "unrounded"
         ):
             raise ValueError(
-                "plan.finish: got 'fold', must be \"multiply\" unless sums are promoted and l is of "
-                "the unrounded P"
+                "plan.finish: got 'fold', must be \"multiply\" unless sums are promoted and l is "
+                "of the unrounded P"
             )
         if isinstance(self.splits, bool) or not isinstance(self.splits, int) or self.splits < 1:
             raise ValueError(f"plan.splits: got {self.splits!r}, must be an integer >= 1")

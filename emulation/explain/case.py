@@ -1,5 +1,6 @@
-"""One problem as the judge sees it: exact values, expected errors, bounds and suspects' results, each
-computed once and kept, so that many outputs of one problem can be judged.
+"""One problem as the judge sees it: exact values, expected errors, bounds and suspects' results.
+
+Each is computed once and kept, so that many outputs of one problem can be judged.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import numpy as np
 from emulation import oracle
 from emulation.explain.envelope import envelope, gradient_envelope
 from emulation.explain.exact import (
+    F64,
     NOTHING,
     Change,
-    F64,
     Index,
     Outcome,
     Slopes,
@@ -79,7 +80,7 @@ class Case:
         return run(self.problem, NOTHING, self.rows)
 
     def close_rows(self, out: Array) -> Index:
-        """Positions in `rows` that are looked at closely: where the error is largest, and others."""
+        """Positions in `rows` of those looked at closely: where errors are largest, and others."""
         error = np.abs(out[:, self.rows].astype(np.float64) - self.whole.out)
         with np.errstate(all="ignore"):
             worst = np.where(error > 0, error / np.maximum(self.whole.worst, 1e-300), 0.0)
@@ -158,7 +159,9 @@ class Case:
 
         lo, hi = self.problem.band()
         picks = [p for p in positions if hi[self.rows[p]] > lo[self.rows[p]]]
-        picks = [picks[i] for i in np.linspace(0, len(picks) - 1, min(count, len(picks))).astype(int)]
+        picks = [
+            picks[i] for i in np.linspace(0, len(picks) - 1, min(count, len(picks))).astype(int)
+        ]
         worst, radius = 0.0, 0.0
         for i, p in enumerate(picks):
             head = i % self.problem.heads

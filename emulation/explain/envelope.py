@@ -57,9 +57,7 @@ def family(problem: Problem) -> list[Plan]:
     return plans
 
 
-def envelope(
-    problem: Problem, rows: Index, plans: list[Plan] | None = None
-) -> tuple[F64, F64]:
+def envelope(problem: Problem, rows: Index, plans: list[Plan] | None = None) -> tuple[F64, F64]:
     """Bounds of |out - exact| (H, R, D_v) and |lse - exact| (H, R) for the given rows.
 
     plans: None is the family, and the unfused algorithm beside it. Raises ValueError for NaN or Inf

@@ -166,9 +166,7 @@ def weigh(
     return Weights(s, p, lse, base, counted, slope)
 
 
-def _tiled(
-    change: Change, s: F64, w: F64, seen: Mask, top: F64, slope: F64 | None
-) -> Weights:
+def _tiled(change: Change, s: F64, w: F64, seen: Mask, top: F64, slope: F64 | None) -> Weights:
     """P of a walk over tiles that forgets to rescale: each tile counts as its own running max has
     it.
     """
@@ -346,8 +344,11 @@ def run_backward(problem: Problem, change: Change, dout: F64) -> Slopes:
                     value["dv"][g] += (ds if "dv from dS" in wrong else p).T @ do
                 shift = u * u * ROUNDING * ((do * o) ** 2).sum(axis=1)[:, None]
                 variance = ROUNDING * u * u * ds * ds + p * p * shift
-                near = U32 * p * (1.0 + np.abs(np.where(w.seen, w.s, 0.0))) * (
-                    np.abs(gap) + np.abs(do) @ np.abs(v).T
+                near = (
+                    U32
+                    * p
+                    * (1.0 + np.abs(np.where(w.seen, w.s, 0.0)))
+                    * (np.abs(gap) + np.abs(do) @ np.abs(v).T)
                 )
                 square["dq"][h, part] = (variance @ (k * k)) * factor**2
                 square["dq"][h, part] += (p @ np.abs(k)) ** 2 * shift * factor**2
@@ -355,8 +356,8 @@ def run_backward(problem: Problem, change: Change, dout: F64) -> Slopes:
                 square["dv"][g] += ROUNDING * u * u * (p * p).T @ (do * do)
                 slack["dq"][h, part] = near @ np.abs(k) * abs(factor)
                 slack["dk"][g] += near.T @ np.abs(q[part]) * abs(factor)
-                slack["dv"][g] += U32 * (p * (1.0 + np.abs(np.where(w.seen, w.s, 0.0)))).T @ np.abs(
-                    do
+                slack["dv"][g] += (
+                    U32 * (p * (1.0 + np.abs(np.where(w.seen, w.s, 0.0)))).T @ np.abs(do)
                 )
     sigma = {}
     for name, x in value.items():

@@ -2,8 +2,8 @@
 
 Everything is judged in units of the expected error: with z = (out - exact) / sigma, rounding alone
 has a mean square of z near 1. A suspect whose exact result differs by d from the right one is
-looked for with a matched filter: the coefficient a that makes a d nearest to the error, its standard
-error taken over rows (roundings of one row may hang together). Rounding gives 0, the suspect 1.
+looked for with a matched filter: the coefficient a that makes a d nearest to the error, with its
+standard error over rows (roundings of one row may hang together). Rounding gives 0, the suspect 1.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def chi_square(error: F64, sigma: F64) -> float:
     """Mean square of z; elements that cannot err (sigma 0) count where they do."""
     with np.errstate(all="ignore"):
         z = np.where(error == 0, 0.0, np.abs(error) / sigma)
-    return float(np.mean(np.minimum(np.where(np.isnan(z), np.inf, z) ** 2, CLIP))) if z.size else 0.0
+    return (
+        float(np.mean(np.minimum(np.where(np.isnan(z), np.inf, z) ** 2, CLIP))) if z.size else 0.0
+    )
 
 
 def _likelihood(error: F64, sigma: F64) -> float:
@@ -190,8 +192,9 @@ class Noise:
 
 
 def noise(seen: Observed, name: str, sigma: F64, variant: str = "") -> Noise | None:
-    """Whether the error is random with this standard deviation (H, R, D), times one factor: as large
-    for small predictions as for large ones, and 0 on average.
+    """Whether the error is random with this standard deviation (H, R, D), times one factor.
+
+    As large then for small predictions as for large ones, and 0 on average.
     """
     use = (sigma > 0) & np.isfinite(seen.out)
     if use.sum() < 64:

@@ -9,15 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from emulation.attribution import attribute, explainable
+from emulation.attribution import explainable
 from emulation.backward import check_dout
-from emulation.explain import fit
-from emulation.explain.case import CLOSE, Case
-from emulation.explain.exact import NOTHING, F64, Index
-from emulation.explain.fit import Match, Observed
+from emulation.explain import accused, fit, roundings
+from emulation.explain.case import CLOSE, GRADIENTS, Case
+from emulation.explain.exact import F64, NOTHING, Index
+from emulation.explain.fit import Observed
 from emulation.explain.verdict import KINDS, Judgement, Verdict, blocks
-from emulation.explain.whose import Bits, Share, rows_for, search, whose
-from emulation.formats import FORMATS
 from emulation.plan import Plan
 from emulation.problem import Array, Problem, dtype_name
 
@@ -25,12 +23,6 @@ Progress = Callable[[str, float], None]
 
 #: Odds that one of the elements of a correct output is called unlikely.
 ODDS = 1e-12
-#: Of the suspects that look best on some rows, so many are compared on all close rows.
-KEPT = 8
-#: Scores of the rows whose rounding sources are attributed.
-ATTRIBUTED = 1 << 18
-DROPOUT, HALF = "dropout left on", "all state in half precision"
-COARSE = "P rounded to another format before normalisation"
 NAMES = ("dq", "dk", "dv")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
@@ -123,17 +115,17 @@ def verdict(
     flat_dout, flat_grads = _gradients(case, grads, dout)
     report = progress or (lambda step, fraction: None)
     report("exact values", 0.0)
-    whole = case.whole
+    _ = case.whole
     report("bounds", 0.4)
     close = case.close_rows(flat_out)
     judgements, seen = _judge_forward(case, flat_out, flat_lse, close)
     report("suspects", 0.6)
-    best, same, others = _forward_suspects(case, seen, flat_out, close, judgements["out"])
+    best, same, others = accused.of_forward(case, seen, flat_out, close, judgements["out"])
     place = "out"
     wrong = judgements["out"].wrong
     found = best is not None and (wrong or best.significant or best.fits)
     if flat_lse is not None and not found and not wrong:
-        best, same, others = _lse_suspects(case, flat_lse, close, judgements["lse"])
+        best, same, others = accused.of_lse(case, flat_lse, close, judgements["lse"])
         place = "lse"
         wrong = judgements["lse"].wrong
         found = best is not None and (wrong or best.significant)
@@ -142,13 +134,13 @@ def verdict(
         judgements |= graded
         bad = [n for n in graded if graded[n].wrong]
         if not wrong:
-            best, same, others = _gradient_suspects(case, gradient, flat_dout, bool(bad))
+            best, same, others = accused.of_gradients(case, gradient, flat_dout, bool(bad))
             place = "the gradients" if best is not None else "out"
             wrong = bool(bad)
             found = best is not None and (wrong or best.significant)
     drop = None
     if judgements["out"].wrong and (best is None or not (best.fits or best.significant)):
-        drop = _noise(case, _finite(seen), close)
+        drop = accused.random_errors(case, accused.finite(seen), close)
         best = None if drop is not None else best
     kind = KINDS[2] if wrong or found else KINDS[0]
     facts = {
@@ -163,35 +155,21 @@ def verdict(
         return result
     if arithmetic:
         report("whose arithmetic", 0.8)
-        result = dataclasses.replace(result, kernels=_kernels(case, flat_out, flat_lse, unknown))
+        result = dataclasses.replace(
+            result, kernels=roundings.kernels(case, flat_out, flat_lse, unknown)
+        )
     biased = fit.bias(seen)
     if sources:
-        result = _with_sources(case, result, biased)
+        result = roundings.with_sources(case, result, biased)
     if biased is not None:
         result = dataclasses.replace(
-            result, kind=KINDS[1], bias=biased, notes=(*result.notes, *_bias_notes(case, close))
+            result,
+            kind=KINDS[1],
+            bias=biased,
+            notes=(*result.notes, *roundings.bias_notes(case, close)),
         )
     report("done", 1.0)
     return result
-
-
-def _noise(case: Case, seen: Observed, close: Index) -> fit.Noise | None:
-    """Random errors that are not rounding in the claimed formats: dropout, or half precision kept
-    between all steps.
-    """
-    whole = case.whole
-    found = [fit.noise(seen, DROPOUT, whole.spread[:, close] / _unit(case.problem))]
-    found += [fit.noise(seen, HALF, whole.half[:, close])]
-    for fmt, sigma in whole.coarse.items():
-        found.append(fit.noise(seen, COARSE, sigma[:, close], fmt))
-    limits = {DROPOUT: (0.09, 3.0), HALF: (0.3, 4.0), COARSE: (0.6, 1.7)}
-    good = [n for n in found if n is not None and limits[n.name][0] < n.size < limits[n.name][1]]
-    return max(good, key=lambda n: n.score, default=None)
-
-
-def _unit(problem: Problem) -> float:
-    fmt = FORMATS[problem.dtype]
-    return fmt.unit_roundoff if fmt.bits == 16 else 1.0
 
 
 def _checked(name: str, x: Any, shape: tuple[int, ...]) -> Array:
@@ -211,8 +189,8 @@ def _gradients(case: Case, grads: Any, dout: Any) -> tuple[Array | None, dict[st
         return None, {}
     if dout is None:
         raise ValueError("grads: given without dout, must come with it")
-    if case.scores > (limit := _gradient_limit()):
-        raise ValueError(f"grads: {case.scores} scores, must be at most {limit} to be judged")
+    if case.scores > GRADIENTS:
+        raise ValueError(f"grads: {case.scores} scores, must be at most {GRADIENTS} to be judged")
     flat, _ = check_dout(problem, dout)
     pairs = grads if isinstance(grads, Mapping) else dict(zip(NAMES, grads, strict=True))
     for name in pairs:
@@ -226,12 +204,6 @@ def _gradients(case: Case, grads: Any, dout: Any) -> tuple[Array | None, dict[st
     return flat, {
         n: _checked(n, x, shapes[n]).reshape(-1, *shapes[n][-2:]) for n, x in pairs.items()
     }
-
-
-def _gradient_limit() -> int:
-    from emulation.explain.case import GRADIENTS
-
-    return GRADIENTS
 
 
 # -- judging ---------------------------------------------------------------------------
@@ -285,11 +257,11 @@ def _judge_forward(
     # Hoeffding: a sum of independent errors |e_j| <= c_j passes t sqrt(sum c_j^2) with odds
     # 2 exp(-t^2 / 2). P alike in a row round alike: 2 u |O|; the cast, and fp32, count whole.
     t = math.sqrt(2 * math.log(2 * size / ODDS))
-    fixed = whole.worst[:, close] - 0.0
-    spread = whole.spread[:, close]
-    linear = np.maximum(fixed - _p_part(case, close), 0.0)
-    likely = t * spread + 2 * _unit_or_zero(case.problem) * np.abs(exact) + linear + 4 * sigma / t
-    likely = np.minimum(likely, np.inf) if _unit_or_zero(case.problem) else bound
+    linear = np.maximum(whole.worst[:, close] - whole.p_part[:, close], 0.0)
+    likely = bound
+    if case.problem.dtype != "float32":
+        alike = 2 * accused.unit(case.problem.dtype) * np.abs(exact)
+        likely = t * whole.spread[:, close] + alike + linear
     found = {
         "out": judge("out", observed, exact, sigma, bound, likely, size, rows),
     }
@@ -306,117 +278,6 @@ def _judge_forward(
             lse_bound[..., None], np.full((*truth.shape, 1), np.inf), int(lse.size), rows,
         )  # fmt: skip
     return found, seen
-
-
-def _p_part(case: Case, close: Index) -> F64:
-    """What rounding P can do at its worst: u sum P |V|."""
-    return case.whole.p_part[:, close]
-
-
-def _unit_or_zero(problem: Problem) -> float:
-    return _unit(problem) if problem.dtype != "float32" else 0.0
-
-
-def _finite(seen: Observed, top: float = math.inf) -> Observed:
-    """With NaN where nothing is known set right, and infinities as the largest number."""
-    out = np.where(np.isnan(seen.out), seen.exact, np.clip(seen.out, -top, top))
-    return dataclasses.replace(seen, out=np.where(np.isfinite(out), out, seen.exact))
-
-
-def _fields(seen: Observed) -> tuple[F64, F64, F64, F64]:
-    return seen.out, seen.exact, seen.sigma, seen.bound
-
-
-def _forward_suspects(
-    case: Case, seen: Observed, out: Array, close: Index, judged: Judgement
-) -> tuple[Match | None, tuple[str, ...], tuple[Match, ...]]:
-    """The suspect that fits best, others that are the same computation here, and the runners-up."""
-    first = case.first_rows(close)
-    keep = np.isfinite(out[:, case.rows[first]].astype(np.float64)).all(axis=(0, 2))
-    if not keep.any():
-        return None, (), ()
-    at = np.searchsorted(close, first)
-    part = Observed(*(x[:, at][:, keep] for x in _fields(seen)))
-    matches: dict[tuple[str, str], Match] = {}
-    for name, word, change in case.suspects("forward"):
-        theirs = case.theirs(name, word, change, first)
-        if theirs is not None:
-            m = fit.match(part, name, word, theirs.out[:, keep], theirs.sigma[:, keep])
-            if m is not None:
-                matches[name, word] = m
-    best = fit.ranked(matches.values())[:KEPT]
-    best += [m for m in matches.values() if m.significant and m not in best][:KEPT]
-    if len(first) < len(close):
-        best = _on_close(case, best, seen, out, close)
-    return _chosen(best, judged.wrong)
-
-
-def _on_close(
-    case: Case, best: list[Match], seen: Observed, out: Array, close: Index
-) -> list[Match]:
-    """The same suspects on all close rows."""
-    keep = np.isfinite(out[:, case.rows[close]].astype(np.float64)).all(axis=(0, 2))
-    whole = Observed(*(x[:, keep] for x in _fields(seen)))
-    changes = {(n, w): c for n, w, c in case.suspects("forward")}
-    found = []
-    for m in best:
-        theirs = case.theirs(m.name, m.variant, changes[m.name, m.variant], close)
-        if theirs is not None:
-            found.append(
-                fit.match(whole, m.name, m.variant, theirs.out[:, keep], theirs.sigma[:, keep])
-            )
-    return fit.ranked(found)
-
-
-def _chosen(
-    best: list[Match], wrong: bool
-) -> tuple[Match | None, tuple[str, ...], tuple[Match, ...]]:
-    """A suspect counts if it leaves only rounding and explains most of what is wrong, if its
-    difference stands whole in the error, or (where rounding is excluded) if it explains half.
-    """
-
-    def counts(m: Match) -> bool:
-        if m.significant and m.explained > 0:
-            return True
-        return wrong and (m.fits or m.explained >= 0.5)
-
-    good = [m for m in best if counts(m)]
-    sure = [m for m in good if m.significant or m.fits] or good
-    if not sure:
-        return None, (), tuple(best[:5])
-    fitting = [m for m in sure if m.fits]
-    top = max(fitting, key=lambda m: m.score) if fitting else sure[0]
-    alike = [m for m in best if m is not top and fit.same_result(top, m)]
-    same = tuple(dict.fromkeys(f"{m.name} ({m.variant})" if m.variant else m.name for m in alike))
-    return top, same, tuple(m for m in best if m is not top and m not in alike)[:5]
-
-
-def _lse_suspects(
-    case: Case, lse: Array, close: Index, judged: Judgement
-) -> tuple[Match | None, tuple[str, ...], tuple[Match, ...]]:
-    whole, rows = case.whole, case.rows[close]
-    exact, sigma = whole.lse[:, close], whole.lse_sigma[:, close]
-    keep = np.isfinite(exact).all(axis=0) & np.isfinite(lse[:, rows]).all(axis=0)
-    if not keep.any():
-        return None, (), ()
-    bound = case.bounds(close)[1]
-    seen = Observed(
-        *(x[:, keep][..., None] for x in (lse[:, rows].astype(np.float64), exact, sigma, bound))
-    )
-    found = []
-    for of in ("lse", "forward"):
-        for name, word, change in case.suspects(of):
-            if of == "forward" and not judged.wrong:
-                continue
-            theirs = case.theirs(name, word, change, close)
-            if theirs is not None:
-                found.append(
-                    fit.match(
-                        seen, name, word, theirs.lse[:, keep][..., None],
-                        np.maximum(sigma[:, keep][..., None], 2.0**-24),
-                    )
-                )  # fmt: skip
-    return _chosen(fit.ranked(found)[:KEPT], judged.wrong) if judged.wrong else (None, (), ())
 
 
 # -- gradients -------------------------------------------------------------------------
@@ -436,126 +297,6 @@ def _judge_gradients(
         judged[name] = judge(name, value, exact, sigma, bounds[name], never, int(value.size), rows)
         seen[name] = Observed(value, exact, sigma, bounds[name])
     return judged, seen
-
-
-def _gradient_suspects(
-    case: Case, seen: dict[str, Observed], dout: Array, wrong: bool
-) -> tuple[Match | None, tuple[str, ...], tuple[Match, ...]]:
-    """Suspects of the backward, and (where a gradient is wrong) those of the forward in it."""
-    top = FORMATS[case.problem.dtype].max
-    seen = {n: _finite(x, top) for n, x in seen.items()}
-    found = []
-    for of in ("backward", "forward"):
-        if of == "forward" and (not wrong or any(m.fits for m in found)):
-            break
-        for name, word, change in case.suspects(of):
-            if change.out is not None or change.tiles is not None or change.state is not None:
-                continue
-            theirs = case.gradient(name, word, change, dout)
-            if any(theirs.value[n].shape != x.exact.shape for n, x in seen.items()):
-                continue
-            called = name if of == "backward" else f"backward: {name}"
-            value = {n: np.clip(theirs.value[n], -top, top) for n in seen}
-            matches = [
-                fit.match(x, called, word, value[n], theirs.sigma[n]) for n, x in seen.items()
-            ]
-            m = _joint(matches, seen, value, theirs.sigma)
-            if m is not None:
-                found.append(m)
-    return _chosen(fit.ranked(found)[: 2 * KEPT], wrong)
-
-
-def _joint(
-    matches: list[Match | None], seen: dict[str, Observed], value: dict[str, F64],
-    sigma: dict[str, F64],
-) -> Match | None:  # fmt: skip
-    """One match of several outputs: it fits if it fits all of them, those included where the
-    suspect changes nothing.
-    """
-    real = [m for m in matches if m is not None]
-    if not real:
-        return None
-    chi = max(fit.chi_square(x.out - value[n], sigma[n]) for n, x in seen.items())
-    top = max(real, key=lambda m: m.explained)
-    total = sum(
-        float(-0.5 * np.sum(np.minimum(((x.out - value[n]) / np.maximum(sigma[n], 1e-300)) ** 2, 1e12)))
-        for n, x in seen.items()
-    )
-    return dataclasses.replace(
-        top,
-        score=total,
-        explained=min(m.explained for m in real),
-        remaining=math.sqrt(chi),
-        fits=chi <= fit.FITS,
-        coefficient=top.coefficient if all(m.significant for m in real) else 0.0,
-    )
-
-
-# -- what kind of rounding -------------------------------------------------------------
-
-
-def _kernels(case: Case, out: Array, lse: Array | None, unknown: bool) -> tuple[Share, ...]:
-    rows = rows_for(case.problem)
-    with np.errstate(all="ignore"):
-        theirs = None if lse is None else lse[:, rows].astype(np.float32)
-    bits = Bits(case.problem, rows, out[:, rows], theirs)
-    found = whose(bits)
-    if unknown and not found[0].all_bits and case.problem.dtype != "float32":
-        found = sorted([*found, search(bits)], key=lambda s: -s.score)
-    return tuple(found)
-
-
-def _with_sources(case: Case, result: Verdict, biased: fit.Bias | None) -> Verdict:
-    """The groups of roundings of the nearest arithmetic, on the last rows (the first, where these
-    see what they would see alone).
-    """
-    problem = case.problem
-    plan = next((s.plan for s in result.kernels if s.plan is not None and s.plan.splits == 1), None)
-    group = problem.group
-    heads = min(problem.heads, group)
-    count = max(1, min(problem.n_q, ATTRIBUTED // max(1, heads * problem.n_k)))
-    top = problem.causal == "top-left"
-    part = slice(0, count) if top else slice(problem.n_q - count, problem.n_q)
-    if top is False and problem.causal is False and problem.window is not None:
-        part = slice(problem.n_q - count, problem.n_q)
-    try:
-        found = attribute(
-            problem.q[:heads, part], problem.k[:1], problem.v[:1], plan=plan,
-            scale=problem.scale, causal=problem.causal, window=problem.window,
-            softcap=problem.softcap,
-        )  # fmt: skip
-    except OverflowError:
-        return result
-    shares = {name: g.share for name, g in found.groups.items()}
-    if not shares or not np.any(found.error):
-        return result
-    source = max(shares, key=lambda n: abs(shares[n]))
-    blamed = None
-    if biased is not None:
-        sign = np.sign(found.exact) if "sign" not in biased.towards else np.ones_like(found.exact)
-        means = {n: float(np.mean(g.contribution * sign)) for n, g in found.groups.items()}
-        blamed = max(means, key=lambda n: means[n] * np.sign(biased.mean))
-    return dataclasses.replace(result, source=source, shares=shares, bias_source=blamed)
-
-
-def _bias_notes(case: Case, close: Index) -> tuple[str, ...]:
-    """Which inputs make a bias: ties at the maximum, values of one sign."""
-    from emulation.explain.exact import weigh
-    from emulation.oracle.result import numbers
-
-    problem, rows = case.problem, case.rows[close[:64]]
-    q, k, v = (numbers(x) for x in (problem.q[0, rows], problem.k[0], problem.v[0]))
-    w = weigh(problem, NOTHING, q, k, rows, problem.band())
-    seen = w.seen.any(axis=1)
-    near = (np.where(w.seen, w.s, -np.inf) >= w.top[:, None] - 2.0**-9).sum(axis=1)
-    tied = float(np.mean(near[seen] > 1)) if seen.any() else 0.0
-    one = float(np.mean((v >= 0).all(axis=0) | (v <= 0).all(axis=0)))
-    said = []
-    if tied > 0.1:
-        said.append(f"In {100 * tied:.0f} % of the rows several scores tie at the maximum.")
-    if one > 0.1:
-        said.append(f"In {100 * one:.0f} % of the columns all values have one sign.")
-    return tuple(said)
 
 
 def _notes(

@@ -91,7 +91,7 @@ def to_markdown(
     options: Mapping[str, Any] | None = None,
     more: Sequence[str] = (),
 ) -> str:
-    """Headline, sentences, tables. more: further lines, such as a comparison with another output."""
+    """Headline, sentences, tables. more: further lines, such as on another output."""
     out = [f"# {_TITLES[verdict.kind]}", ""]
     out += [*(f"- {printable(line, 600)}" for line in verdict.sentences()[1:]), ""]
     out += [*(f"- {printable(line, 600)}" for line in more), ""] if more else []
@@ -180,8 +180,8 @@ def _maps(verdict: Verdict) -> str:
         title = f"{j.output}: largest error in units of the bound, rows held against it"
         picture = pictures.block_map(f"w{i}", title, j.blocks, n, d, "largest |error| / bound")
         cards.append(
-            f'<figure class="card whole"><h3>{_e(title)}</h3><figcaption>Blocks of rows and columns, '
-            f"the largest over heads. Above 1 no rounding reaches.</figcaption>{picture}</figure>"
+            f'<figure class="card whole"><h3>{_e(title)}</h3><figcaption>Blocks of rows and '
+            f"columns, the largest over heads. Above 1 no rounding reaches.</figcaption>{picture}</figure>"
         )
     return f'<div class="grid">{"".join(cards)}</div>' if cards else ""
 
@@ -209,7 +209,9 @@ def to_html(
         for n, v in flatten({**dict(options or {}), **versions()})
     )
     lead = verdict.named or (f"mostly {verdict.source}" if verdict.source else verdict.kind)
-    again = "" if command is None else f"<h2>Make it again</h2><pre><code>{_e(command)}</code></pre>"
+    again = (
+        "" if command is None else f"<h2>Make it again</h2><pre><code>{_e(command)}</code></pre>"
+    )
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>

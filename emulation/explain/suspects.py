@@ -80,31 +80,32 @@ def _window(problem: Problem) -> Changes:
     return {f"left {n:+d}": _band(n, 0) for n in (-2, -1, 1, 2)}
 
 
-def _keys(f: Callable[[Index, Problem], Mask]) -> Change:
-    """Keys that nobody sees, by number."""
-    return Change(sight=lambda x: x.seen & ~f(x.columns, x.problem)[None, :])
+def _hide(keys: Mask) -> Change:
+    """Keys (N_k,) that nobody sees."""
+    return Change(sight=lambda x: x.seen & ~keys[None, :])
 
 
 def _dropped(problem: Problem) -> Changes:
     """The last keys: one, or the rest that no tile fills."""
     n = problem.n_k
     counts = {1, *(n % tile for tile in TILES)} - {0, n}
-    return {f"{c} keys": _keys(lambda j, p, c=c: j >= p.n_k - c) for c in sorted(counts)}
+    j = np.arange(n)
+    return {f"{c} keys": _hide(j >= n - c) for c in sorted(counts)}
 
 
 def _first(problem: Problem) -> Changes:
-    counts = {1, *TILES}
-    return {f"{c} keys": _keys(lambda j, p, c=c: j < c) for c in sorted(counts) if c < problem.n_k}
+    j = np.arange(problem.n_k)
+    return {f"{c} keys": _hide(j < c) for c in (1, *TILES) if c < problem.n_k}
 
 
 def _skipped(problem: Problem) -> Changes:
     """A tile in the middle, or the last key of every tile."""
-    found = {}
+    found, j = {}, np.arange(problem.n_k)
     for tile in (t for t in TILES if 2 * t < problem.n_k):
         for at in (1, 2):
             if (at + 1) * tile < problem.n_k:
-                found[f"tile {at} of {tile}"] = _keys(lambda j, p, t=tile, a=at: j // t == a)
-        found[f"last key of each tile of {tile}"] = _keys(lambda j, p, t=tile: j % t == t - 1)
+                found[f"tile {at} of {tile}"] = _hide(j // tile == at)
+        found[f"last key of each tile of {tile}"] = _hide(j % tile == tile - 1)
     return found
 
 
@@ -113,16 +114,19 @@ def _twice(problem: Problem) -> Changes:
     n, found = problem.n_k, {}
     for tile in (t for t in TILES if t < n):
         for at in sorted({0, (n - 1) // tile}):
-            lift = np.where(np.arange(n) // tile == at, np.log(2.0), 0.0)
-            found[f"tile {at} of {tile}"] = Change(score=lambda s, p, b=lift: s + b)
+            found[f"tile {at} of {tile}"] = _lifted(np.arange(n) // tile == at)
     return found
+
+
+def _lifted(keys: Mask) -> Change:
+    """Keys whose weight is doubled."""
+    lift = np.where(keys, np.log(2.0), 0.0)
+    return Change(score=lambda s, p: s + lift)
 
 
 def _padded(problem: Problem) -> Changes:
     counts = {-problem.n_k % tile for tile in TILES} | {1}
-    return {
-        f"{c} keys": Change(pad=c, pad_all=not problem.causal) for c in sorted(counts - {0})
-    }
+    return {f"{c} keys": Change(pad=c, pad_all=not problem.causal) for c in sorted(counts - {0})}
 
 
 def _hidden(problem: Problem) -> bool:
@@ -135,8 +139,6 @@ def _alignment(problem: Problem) -> Changes:
         return {}
     other = "top-left" if problem.causal == "bottom-right" else "bottom-right"
     return {other: _with(causal=other)}
-
-
 
 
 # -- heads and layouts -----------------------------------------------------------------
@@ -156,7 +158,8 @@ def _moved(order: Index, names: str) -> Change:
     """The first axis of some of q, k, v in another order."""
 
     def inputs(problem: Problem) -> Problem:
-        return dataclasses.replace(problem, **{n: getattr(problem, n)[order] for n in names})
+        moved: dict[str, Any] = {n: getattr(problem, n)[order] for n in names}
+        return dataclasses.replace(problem, **moved)
 
     return _inputs(inputs)
 
@@ -178,12 +181,17 @@ def _heads(problem: Problem) -> Changes:
         found[f"k and v, {word}"] = _moved(order, "kv")
     for word, order in heads.items():
         found[f"q, {word}"] = _moved(order, "q")
-        found[f"out, {word}"] = Change(out=lambda o, p, i=order: o[i])
+        found[f"out, {word}"] = _reordered(order)
     if len(problem.lead) == 2 and problem.lead[0] > 1 and problem.lead[1] > 1:
         b = np.arange(problem.lead[0])[::-1]
         every = np.arange(problem.heads).reshape(problem.lead)[b].ravel()
-        found["out, batches reversed"] = Change(out=lambda o, p: o[every])
+        found["out, batches reversed"] = _reordered(every)
     return found
+
+
+def _reordered(order: Index) -> Change:
+    """Heads of the output in another order."""
+    return Change(out=lambda o, p: o[order])
 
 
 def _read_as_other(x: Array, lead: tuple[int, ...]) -> Array:
@@ -201,7 +209,7 @@ def _layout(problem: Problem) -> Changes:
     def of_inputs(names: str) -> Change:
         def inputs(p: Problem) -> Problem:
             leads = {"q": p.lead, "k": p.kv_lead, "v": p.kv_lead}
-            moved = {n: _read_as_other(getattr(p, n), leads[n]) for n in names}
+            moved: dict[str, Any] = {n: _read_as_other(getattr(p, n), leads[n]) for n in names}
             return dataclasses.replace(p, **moved)
 
         return _inputs(inputs)
@@ -265,9 +273,10 @@ def _formats_of_inputs(problem: Problem) -> Changes:
 
             def inputs(p: Problem, fmt: str = fmt, names: str = names) -> Problem:
                 # As float32, which holds every value of the narrower formats.
-                cut = {n: rounded(fmt)(numbers(getattr(p, n))).astype(np.float32) for n in names}
-                rest = {n: getattr(p, n).astype(np.float32) for n in "qkv" if n not in names}
-                return dataclasses.replace(p, **cut, **rest)
+                cut: dict[str, Any] = {n: getattr(p, n).astype(np.float32) for n in "qkv"}
+                for n in names:
+                    cut[n] = rounded(fmt)(numbers(cut[n])).astype(np.float32)
+                return dataclasses.replace(p, **cut)
 
             found[f"{', '.join(names)} to {fmt}"] = _inputs(inputs)
     return found
@@ -327,7 +336,7 @@ SUSPECTS: tuple[Suspect, ...] = (
     Suspect(
         "scale of another head dimension",
         lambda p: {
-            f"D = {d}": _scale(lambda x, d=d: d**-0.5)
+            f"D = {d}": _with(scale=d**-0.5)
             for d in sorted({16, 32, 64, 96, 128, 192, 256, p.d_v} - {p.d})
         },
     ),
@@ -433,7 +442,7 @@ SUSPECTS: tuple[Suspect, ...] = (
                 else {}
             ),
             "dV from dS": lambda p: (
-                {"": Change(backward=frozenset({"dv from dS"}))} if p.d == p.d_v or True else {}
+                {"": Change(backward=frozenset({"dv from dS"}))}
             ),
         }.items()
     ),

@@ -56,8 +56,8 @@ class Verdict:
 
     kind: one of `KINDS`. judgements: by output. suspect: the computation that fits, if rounding
     does not (`where_seen`: in which output), others: what fits less well. noise: random errors that
-    are not rounding in the claimed formats. source: group of roundings that dominates, with the shares of all. bias: with
-    the inputs that make it. kernels: whose arithmetic reproduces how many bits, best first.
+    are not rounding in the claimed formats. source: group of roundings that dominates, with the
+    shares of all. bias: with the source that makes it. kernels: whose arithmetic reproduces how many bits, best first.
     """
 
     kind: str
@@ -129,12 +129,12 @@ class Verdict:
         place = "" if self.where_seen == "out" else f" in {self.where_seen}"
         if m.fits or m.significant:
             return [
-                f"It is this{place}: {m.name}{word}{also}. That explains {_percent(m.explained)} of "
-                f"the error and {_percent(m.inside)} of the elements concerned; {left}."
+                f"It is this{place}: {m.name}{word}{also}. That explains "
+                f"{_percent(m.explained)} of the error and {_percent(m.inside)} of the elements concerned; {left}."
             ]
         return [
-            f"Most like{place}: {m.name}{word}{also}, which explains {_percent(m.explained)} of the "
-            f"error; {left}, so there is more."
+            f"Most like{place}: {m.name}{word}{also}, which explains "
+            f"{_percent(m.explained)} of the error; {left}, so there is more."
         ]
 
     def to_markdown(self, **options: Any) -> str:
@@ -164,8 +164,8 @@ def _noisy(noise: Noise) -> str:
     )
     word = f" to {noise.variant}" if noise.variant else ""
     return (
-        f"It looks like this: {noise.name}{word} ({told}); small and large elements agree within a factor "
-        f"of {1 / noise.evenness:.1f}."
+        f"It looks like this: {noise.name}{word} ({told}); small and large elements agree "
+        f"within a factor of {1 / noise.evenness:.1f}."
     )
 
 
@@ -185,7 +185,9 @@ def _judged(j: Judgement) -> str:
         f"{j.outside} of {j.checked} elements beyond the bound"
     )
     if j.outside and j.rows is not None:
-        return f"{head} (rows {j.rows[0]} to {j.rows[1]}), at worst {j.worst:.3g} times at ({place})."
+        return (
+            f"{head} (rows {j.rows[0]} to {j.rows[1]}), at worst {j.worst:.3g} times at ({place})."
+        )
     more = f", {j.unlikely} beyond what independent roundings reach" if j.unlikely else ""
     return f"{head}{more}, at most {j.worst:.2f} of it at ({place})."
 

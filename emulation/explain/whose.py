@@ -1,4 +1,4 @@
-"""Whose arithmetic: which known kernel's Plan reproduces an output, and a search for an unknown one.
+"""Whose arithmetic: which kernel's Plan reproduces an output, and a search for an unknown one.
 
 Rows are independent, so some rows tell of all. O alone finds direction and tile; LSE, which is not
 rounded to the half format, the order of the row sum, the form of the exponent and the reciprocal.
@@ -95,7 +95,7 @@ def emulated(problem: Problem, plan: Plan | None, rows: Index) -> tuple[Array, A
 
 def known(problem: Problem) -> Iterator[tuple[str, Plan | None]]:
     """The kernels whose arithmetic is known, for this problem."""
-    options = {"causal": problem.causal, "scale": problem.scale}
+    options: dict[str, Any] = {"causal": problem.causal, "scale": problem.scale}
     if problem.dtype != "float32" and max(problem.d, problem.d_v) <= 256:
         shaped = (_lead(problem.q, problem.lead), _lead(problem.k, problem.kv_lead))
         for kernel in KERNELS:

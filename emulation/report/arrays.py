@@ -93,8 +93,8 @@ def _check_size(argument: str, held: int, claimed: int, what: str) -> None:
     if held != claimed:
         short = ", the file is cut short" if held < claimed else ""
         raise InputError(
-            f"{argument}: {printable(what, 80)} is {claimed} bytes: must be the {held} bytes in the "
-            f"file{short}"
+            f"{argument}: {printable(what, 80)} is {claimed} bytes: must be the {held} bytes "
+            f"in the file{short}"
         )
 
 
@@ -135,8 +135,8 @@ def _safetensors(argument: str, path: str, wanted: str) -> Array:
         kind, shape = entry["dtype"], [int(n) for n in entry["shape"]]
         if kind not in _SAFE or any(n < 0 for n in shape):
             raise InputError(
-                f"{argument}: {printable(kind, 20)} of shape {printable(shape, 60)}: must be one of "
-                f"{', '.join(_SAFE)}"
+                f"{argument}: {printable(kind, 20)} of shape {printable(shape, 60)}: "
+                f"must be one of {', '.join(_SAFE)}"
             )
         first, last = (int(n) for n in entry["data_offsets"])
         claimed = math.prod(shape) * np.dtype(_SAFE[kind]).itemsize
