@@ -33,12 +33,8 @@ from emulation.samples import KINDS, sample
 WIDTHS = (64, 128, 32, 96, 192, 256)
 #: Queries, keys, query heads, key heads. With 48 and more heads FlashAttention-2 splits no keys.
 SHAPES = (
-    (512, 512, 48, 48),
-    (300, 300, 8, 2),
-    (257, 700, 48, 48),
-    (1000, 1000, 16, 4),
-    (64, 900, 6, 6),
-)
+    (512, 512, 48, 48), (300, 300, 8, 2), (257, 700, 48, 48), (1000, 1000, 16, 4), (64, 900, 6, 6),
+)  # fmt: skip
 Pair = tuple[Array, Array | None]
 
 
@@ -74,15 +70,14 @@ def _on_gpu(x: Array) -> Any:
     import torch
 
     kind = torch.bfloat16 if str(x.dtype) == "bfloat16" else torch.float16
-    return (
-        torch.from_numpy(x.view(np.uint16).astype(np.int32)).to(torch.int16).view(kind)[None].cuda()
-    )
+    return torch.from_numpy(np.ascontiguousarray(x).view(np.int16)).view(kind)[None].cuda()
 
 
 def _from_gpu(x: Any, like: Array) -> Array:
     import torch
 
-    return x[0].contiguous().view(torch.int16).cpu().numpy().view(like.dtype)
+    bits: Array = x[0].contiguous().view(torch.int16).cpu().numpy()
+    return bits.view(like.dtype)
 
 
 def _lse(x: Any, n_q: int) -> Array:

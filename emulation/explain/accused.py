@@ -27,11 +27,11 @@ def random_errors(case: Case, seen: Observed, close: Index) -> fit.Noise | None:
     """Random errors that are not rounding in the claimed formats: dropout, or half precision kept
     between all steps.
     """
-    whole = case.whole
-    found = [fit.noise(seen, DROPOUT, whole.spread[:, close] / unit(case.problem.dtype))]
-    found += [fit.noise(seen, HALF, whole.half[:, close])]
-    for fmt, sigma in whole.coarse.items():
-        found.append(fit.noise(seen, COARSE, sigma[:, close], fmt))
+    near = case.near(close)
+    found = [fit.noise(seen, DROPOUT, near.spread / unit(case.problem.dtype))]
+    found += [fit.noise(seen, HALF, near.half)]
+    for fmt, sigma in near.coarse.items():
+        found.append(fit.noise(seen, COARSE, sigma, fmt))
     limits = {DROPOUT: (0.09, 3.0), HALF: (0.3, 4.0), COARSE: (0.6, 1.7)}
     good = [n for n in found if n is not None and limits[n.name][0] < n.size < limits[n.name][1]]
     return max(good, key=lambda n: n.score, default=None)
@@ -115,8 +115,8 @@ def _chosen(best: list[Match], wrong: bool) -> Found:
 
 def of_lse(case: Case, lse: Array, close: Index, judged: Judgement) -> Found:
     """The suspect that a wrong LSE holds."""
-    whole, rows = case.whole, case.rows[close]
-    exact, sigma = whole.lse[:, close], whole.lse_sigma[:, close]
+    near, rows = case.near(close), case.rows[close]
+    exact, sigma = near.lse, near.lse_sigma
     keep = np.isfinite(exact).all(axis=0) & np.isfinite(lse[:, rows]).all(axis=0)
     if not keep.any():
         return None, (), ()

@@ -17,9 +17,11 @@ from emulation.explain.exact import (
     F64,
     NOTHING,
     Change,
+    Glance,
     Index,
     Outcome,
     Slopes,
+    glance,
     run,
     run_backward,
 )
@@ -55,6 +57,7 @@ class Case:
 
     def __init__(self, problem: Problem, plan: Plan | None = None, close: int = CLOSE) -> None:
         self.problem, self.plan, self.close = problem, plan, close
+        self._near: dict[bytes, Outcome] = {}
         self._bounds: dict[bytes, tuple[F64, F64]] = {}
         self._theirs: dict[tuple[str, str, str, bytes], Theirs] = {}
         self._slopes: dict[tuple[str, str, str], Slopes] = {}
@@ -75,9 +78,16 @@ class Case:
         return max(16, cells // max(1, self.problem.heads * self.problem.n_k))
 
     @functools.cached_property
-    def whole(self) -> Outcome:
-        """Exact values and expected errors of `rows`."""
-        return run(self.problem, NOTHING, self.rows)
+    def whole(self) -> Glance:
+        """Exact values of `rows`."""
+        return glance(self.problem, self.rows)
+
+    def near(self, positions: Index) -> Outcome:
+        """Exact values and expected errors of some positions in `rows`."""
+        key = positions.tobytes()
+        if key not in self._near:
+            self._near[key] = run(self.problem, NOTHING, self.rows[positions])
+        return self._near[key]
 
     def close_rows(self, out: Array) -> Index:
         """Positions in `rows` of those looked at closely: where errors are largest, and others."""
@@ -121,9 +131,10 @@ class Case:
             if change.out is not None and change == Change(out=change.out):
                 if len(self.rows) < self.problem.n_q:
                     return None
+                # A quarter of the worst case is about what rounding leaves.
                 out, sigma = (
                     np.asarray(change.out(x, self.problem))[:, positions]
-                    for x in (whole.out, whole.sigma)
+                    for x in (whole.out, 0.25 * whole.worst)
                 )
                 found = Theirs(out, sigma, whole.lse[:, positions])
             else:

@@ -21,7 +21,7 @@ from emulation.plan import BackwardPlan, Numerics, Plan
 from emulation.problem import Problem
 
 #: Rows times keys times columns up to which a shared error of P is followed value by value.
-EXACT = 1 << 27
+EXACT = 1 << 25
 ROWS = 256
 _UNROUNDED = Numerics(reference="row-max", row_sum="unrounded", delta="rounded")
 _ROUNDED = Numerics(reference="row-max", row_sum="rounded", delta="rounded")

@@ -283,6 +283,52 @@ def _half_state(w: Weights, v: F64, o: F64) -> F64:
 
 
 @dataclass(frozen=True, eq=False)
+class Glance:
+    """Exact out (H, R, D_v) and lse (H, R) of some rows; `worst`: what rounding P and the result
+    can do at first order.
+    """
+
+    out: F64
+    lse: F64
+    worst: F64
+
+
+def glance(problem: Problem, rows: Index) -> Glance:
+    """The exact values alone, of many rows: three products a block, over the keys that it sees."""
+    fmt = FORMATS[problem.dtype]
+    u = fmt.unit_roundoff
+    lo, hi = problem.band()
+    out = np.zeros((problem.heads, len(rows), problem.d_v))
+    lse, size = np.full(out.shape[:2], -np.inf), np.zeros(out.shape)
+    with np.errstate(all="ignore"):
+        for h in range(problem.heads):
+            g = problem.kv_head(h)
+            q, k, v = numbers(problem.q[h]), numbers(problem.k[g]), numbers(problem.v[g])
+            values = np.concatenate([v, np.abs(v)], axis=1)
+            for part in blocks(rows, problem.n_k):
+                at = rows[part]
+                some = hi[at] > lo[at]
+                if not some.any():
+                    continue
+                first, last = int(lo[at][some].min()), int(hi[at].max())
+                s = q[at] @ k[first:last].T
+                s *= problem.scale
+                if problem.softcap is not None:
+                    s = problem.softcap * np.tanh(s / problem.softcap)
+                j = np.arange(first, last)
+                if lo[at].max() > first or hi[at].min() < last:
+                    s[(j < lo[at][:, None]) | (j >= hi[at][:, None])] = -np.inf
+                top = np.where(some, s.max(axis=1), 0.0)
+                s -= top[:, None]
+                np.exp(s, out=s)
+                total = np.where(some, s.sum(axis=1), 1.0)
+                both = s @ values[first:last] / total[:, None]
+                out[h, part], size[h, part] = both[:, : problem.d_v], both[:, problem.d_v :]
+                lse[h, part] = np.where(some, top + np.log(total), -np.inf)
+    return Glance(out, lse, u * (size + np.abs(out)) + fmt.smallest_subnormal)
+
+
+@dataclass(frozen=True, eq=False)
 class Slopes:
     """Gradients of all rows, dq (H, N_q, D), dk (H_kv, N_k, D), dv (H_kv, N_k, D_v), each with its
     expected error.

@@ -115,9 +115,8 @@ def verdict(
     flat_dout, flat_grads = _gradients(case, grads, dout)
     report = progress or (lambda step, fraction: None)
     report("exact values", 0.0)
-    _ = case.whole
-    report("bounds", 0.4)
     close = case.close_rows(flat_out)
+    report("bounds", 0.4)
     judgements, seen = _judge_forward(case, flat_out, flat_lse, close)
     report("suspects", 0.6)
     best, same, others = accused.of_forward(case, seen, flat_out, close, judgements["out"])
@@ -249,32 +248,32 @@ def _rms(x: F64) -> float:
 def _judge_forward(
     case: Case, out: Array, lse: Array | None, close: Index
 ) -> tuple[dict[str, Judgement], Observed]:
-    whole, rows = case.whole, case.rows[close]
+    near, rows = case.near(close), case.rows[close]
     bound, lse_bound = case.bounds(close)
     observed = out[:, rows].astype(np.float64)
-    exact, sigma = whole.out[:, close], whole.sigma[:, close]
+    exact, sigma = near.out, near.sigma
     size = case.problem.heads * case.problem.n_q * case.problem.d_v
     # Hoeffding: a sum of independent errors |e_j| <= c_j passes t sqrt(sum c_j^2) with odds
     # 2 exp(-t^2 / 2). P alike in a row round alike: 2 u |O|; the cast, and fp32, count whole.
     t = math.sqrt(2 * math.log(2 * size / ODDS))
-    linear = np.maximum(whole.worst[:, close] - whole.p_part[:, close], 0.0)
+    linear = np.maximum(near.worst - near.p_part, 0.0)
     likely = bound
     if case.problem.dtype != "float32":
         alike = 2 * accused.unit(case.problem.dtype) * np.abs(exact)
-        likely = t * whole.spread[:, close] + alike + linear
+        likely = t * near.spread + alike + linear
     found = {
         "out": judge("out", observed, exact, sigma, bound, likely, size, rows),
     }
     seen = Observed(observed, exact, sigma, bound)
     if lse is not None:
         theirs = lse[:, rows].astype(np.float64)
-        truth = whole.lse[:, close]
+        truth = near.lse
         hidden = np.isneginf(truth)
         # A row that sees nothing: -inf is right, so is +inf (FlashAttention); a number is not.
         truth = np.where(hidden, 0.0, truth)
         theirs = np.where(hidden & np.isinf(theirs), 0.0, theirs)
         found["lse"] = judge(
-            "lse", theirs[..., None], truth[..., None], whole.lse_sigma[:, close][..., None],
+            "lse", theirs[..., None], truth[..., None], near.lse_sigma[..., None],
             lse_bound[..., None], np.full((*truth.shape, 1), np.inf), int(lse.size), rows,
         )  # fmt: skip
     return found, seen

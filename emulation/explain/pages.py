@@ -181,7 +181,8 @@ def _maps(verdict: Verdict) -> str:
         picture = pictures.block_map(f"w{i}", title, j.blocks, n, d, "largest |error| / bound")
         cards.append(
             f'<figure class="card whole"><h3>{_e(title)}</h3><figcaption>Blocks of rows and '
-            f"columns, the largest over heads. Above 1 no rounding reaches.</figcaption>{picture}</figure>"
+            "columns, the largest over heads. Above 1 no rounding reaches.</figcaption>"
+            f"{picture}</figure>"
         )
     return f'<div class="grid">{"".join(cards)}</div>' if cards else ""
 

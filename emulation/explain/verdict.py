@@ -57,7 +57,8 @@ class Verdict:
     kind: one of `KINDS`. judgements: by output. suspect: the computation that fits, if rounding
     does not (`where_seen`: in which output), others: what fits less well. noise: random errors that
     are not rounding in the claimed formats. source: group of roundings that dominates, with the
-    shares of all. bias: with the source that makes it. kernels: whose arithmetic reproduces how many bits, best first.
+    shares of all. bias: with the source that makes it. kernels: whose arithmetic reproduces how
+    many bits, best first.
     """
 
     kind: str
@@ -130,7 +131,8 @@ class Verdict:
         if m.fits or m.significant:
             return [
                 f"It is this{place}: {m.name}{word}{also}. That explains "
-                f"{_percent(m.explained)} of the error and {_percent(m.inside)} of the elements concerned; {left}."
+                f"{_percent(m.explained)} of the error and {_percent(m.inside)} of the elements "
+                f"concerned; {left}."
             ]
         return [
             f"Most like{place}: {m.name}{word}{also}, which explains "

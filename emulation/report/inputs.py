@@ -160,6 +160,8 @@ def checked_floats(name: str, x: Array, axes: tuple[int, int] = (2, 4)) -> Array
     without a type are bfloat16.
     """
     dtype = x.dtype
+    if dtype == np.dtype(ml_dtypes.bfloat16):
+        return _shaped(name, x, axes)
     if dtype == np.dtype("V2"):
         # NumPy does not know ml_dtypes.bfloat16 by name and stores its two bytes as void.
         x = x.view(ml_dtypes.bfloat16)
@@ -167,6 +169,10 @@ def checked_floats(name: str, x: Array, axes: tuple[int, int] = (2, 4)) -> Array
         x = x.astype(dtype.newbyteorder("="), copy=False)
     else:
         raise InputError(f"{name}: dtype {printable(dtype, 60)}: {_FLOATS}")
+    return _shaped(name, x, axes)
+
+
+def _shaped(name: str, x: Array, axes: tuple[int, int]) -> Array:
     if not axes[0] <= x.ndim <= axes[1]:
         raise InputError(
             f"{name}: shape {_brief(x.shape)}: must be (N, D), (H, N, D) or (B, H, N, D)"

@@ -1,0 +1,35 @@
+"""CUDA's expf and logf: their documented accuracy, and special values."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from emulation.cuda_math import expf, logf
+from emulation.problem import Array
+
+
+def ulps(got: Array, exact: Array) -> float:
+    return float(np.max(np.abs(got - exact) / np.spacing(np.abs(exact.astype(np.float32)))))
+
+
+def test_logf_is_within_one_ulp() -> None:
+    """CUDA documents 1 ulp; a wrong coefficient of the polynomial would pass it."""
+    x = (np.arange(0, 2**23, 13, dtype=np.uint32) + 0x3F000000).view(np.float32)
+    assert ulps(logf(x), np.log(x.astype(np.float64))) < 1
+    tiny = (x.astype(np.float64) * 2.0**-130).astype(np.float32)
+    assert ulps(logf(tiny), np.log(tiny.astype(np.float64))) < 1
+
+
+def test_expf_is_within_two_ulp() -> None:
+    x = np.random.default_rng(0).uniform(-87, 88, 1 << 18).astype(np.float32)
+    assert ulps(expf(x), np.exp(x.astype(np.float64))) < 2.0
+
+
+def test_special_values() -> None:
+    with np.errstate(all="ignore"):
+        log = logf(np.float32([0, -0.0, 1, -1, np.inf, np.nan]))
+        exp = expf(np.float32([0, -0.0, -np.inf, 200, -200]))
+    assert log[:3].tolist() == [-np.inf, -np.inf, 0.0]
+    assert np.isnan(log[[3, 5]]).all()
+    assert log[4] == np.inf
+    assert exp.tolist() == [1.0, 1.0, 0.0, np.inf, 0.0]
