@@ -93,21 +93,20 @@ def _on_close(
 
 
 def _chosen(best: list[Match], wrong: bool) -> Found:
-    """A suspect counts if it leaves only rounding and explains most of what is wrong, if its
-    difference stands whole in the error, or (where rounding is excluded) if it explains half.
+    """A suspect counts if it leaves only rounding, its difference standing whole in the error; and,
+    where rounding is excluded, if it leaves only rounding or explains half.
     """
 
     def counts(m: Match) -> bool:
-        if m.significant and m.explained > 0:
+        if m.significant and m.fits and m.explained > 0:
             return True
         return wrong and (m.fits or m.explained >= 0.5)
 
     good = [m for m in best if counts(m)]
-    sure = [m for m in good if m.significant or m.fits] or good
-    if not sure:
+    if not good:
         return None, (), tuple(best[:5])
-    fitting = [m for m in sure if m.fits]
-    top = max(fitting, key=lambda m: m.score) if fitting else sure[0]
+    fitting = [m for m in good if m.fits]
+    top = max(fitting, key=lambda m: m.score) if fitting else good[0]
     alike = [m for m in best if m is not top and fit.same_result(top, m)]
     same = tuple(dict.fromkeys(f"{m.name} ({m.variant})" if m.variant else m.name for m in alike))
     return top, same, tuple(m for m in best if m is not top and m not in alike)[:5]

@@ -122,12 +122,12 @@ def verdict(
     best, same, others = accused.of_forward(case, seen, flat_out, close, judgements["out"])
     place = "out"
     wrong = judgements["out"].wrong
-    found = best is not None and (wrong or best.significant or best.fits)
+    found = best is not None
     if flat_lse is not None and not found and not wrong:
         best, same, others = accused.of_lse(case, flat_lse, close, judgements["lse"])
         place = "lse"
         wrong = judgements["lse"].wrong
-        found = best is not None and (wrong or best.significant)
+        found = best is not None
     if flat_grads and flat_dout is not None and not found:
         graded, gradient = _judge_gradients(case, flat_grads, flat_dout)
         judgements |= graded
@@ -136,9 +136,9 @@ def verdict(
             best, same, others = accused.of_gradients(case, gradient, flat_dout, bool(bad))
             place = "the gradients" if best is not None else "out"
             wrong = bool(bad)
-            found = best is not None and (wrong or best.significant)
+            found = best is not None
     drop = None
-    if judgements["out"].wrong and (best is None or not (best.fits or best.significant)):
+    if judgements["out"].wrong and (best is None or not best.fits):
         drop = accused.random_errors(case, accused.finite(seen), close)
         best = None if drop is not None else best
     kind = KINDS[2] if wrong or found else KINDS[0]

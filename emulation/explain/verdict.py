@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from emulation.explain.exact import F64
-from emulation.explain.fit import Bias, Match, Noise
+from emulation.explain.fit import FITS, Bias, Match, Noise
 from emulation.explain.whose import Share
 
 KINDS = ("rounding", "rounding, but biased", "another computation")
@@ -44,10 +44,11 @@ class Judgement:
 
     @property
     def wrong(self) -> bool:
-        """Whether rounding cannot be all, suspects aside."""
-        from emulation.explain.fit import FITS
-
-        return bool(self.outside or self.nonfinite or self.unlikely or self.chi > FITS)
+        """Whether rounding cannot be all, suspects aside. The LSE's few roundings hang together, so
+        that its mean square alone says nothing.
+        """
+        large = self.output != "lse" and self.chi > FITS
+        return bool(self.outside or self.nonfinite or self.unlikely or large)
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +129,7 @@ class Verdict:
             f"{m.of_bound:.2g} of the bound"
         )
         place = "" if self.where_seen == "out" else f" in {self.where_seen}"
-        if m.fits or m.significant:
+        if m.fits:
             return [
                 f"It is this{place}: {m.name}{word}{also}. That explains "
                 f"{_percent(m.explained)} of the error and {_percent(m.inside)} of the elements "
