@@ -112,6 +112,12 @@ class Verdict:
             said.append(
                 f"Nearest arithmetic: {best.name}, {_percent(best.out)} of O{lse} bit for bit."
             )
+        proved = self.facts.get("certified", {})
+        if proved.get("rows"):
+            said.append(
+                f"Of the exact values {proved['rows']} rows were proved in ball arithmetic: radius "
+                f"{proved['radius']:.0e}, difference {proved['difference']:.0e}."
+            )
         return said + list(self.notes)
 
     def _computation(self) -> list[str]:
