@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bench.bugs import Setting, bugs
 from bench.explain import inputs, kernel, planted
 from bench.planted import Mistakes, forward
-from emulation import Problem, explain, flash, oracle, plan_of, testing, tolerance
+from emulation import Problem, explain, flash, oracle, plan_of, standard, testing, tolerance
 from emulation.explain.case import Case
 from emulation.explain.exact import NOTHING, run, run_backward
 from emulation.explain.judge import verdict
@@ -129,6 +129,19 @@ def test_assertion_rounds_masters_to_the_kernels_format() -> None:
     testing.assert_attention_close(out, q, k, v, lse=lse, dtype="bfloat16", causal=True)
     with pytest.raises(AssertionError):
         testing.assert_attention_close(out, q, k, v, lse=lse, causal=True)
+
+
+def test_tf32_scores_of_float32_inputs() -> None:
+    """What a library does that lets float32 products run on the tensor core's TF32."""
+    q, k, v = sample("normal", n=90, d=32, heads=2, dtype="float32")
+    right, lse = standard(q, k, v, causal=True)
+    assert explain(q, k, v, right, lse=lse, causal=True, sources=False).is_rounding
+    cut = [((x.view(np.uint32) + 0x1000) & 0xFFFFE000).view(np.float32) for x in (q, k)]
+    wrong, _ = standard(*cut, v, causal=True)
+    found = explain(q, k, v, wrong, causal=True)
+    assert found.named == "inputs rounded to another format"
+    assert found.suspect is not None
+    assert found.suspect.variant == "q, k to tf32"
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

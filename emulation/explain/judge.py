@@ -138,7 +138,7 @@ def verdict(
             wrong = bool(bad)
             found = best is not None
     drop = None
-    if judgements["out"].wrong and (best is None or not best.fits):
+    if judgements["out"].wrong and (best is None or not (best.fits or best.explained > 0.9)):
         drop = accused.random_errors(case, accused.finite(seen), close)
         best = None if drop is not None else best
     kind = KINDS[2] if wrong or found else KINDS[0]

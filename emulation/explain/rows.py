@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from emulation.explain.exact import F64, Index
+from emulation.explain.exact import Index
 from emulation.problem import Problem
 
 
-def sampled(problem: Problem, count: int, worst: F64 | None = None) -> Index:
+def sampled(problem: Problem, count: int) -> Index:
     """At most `count` queries, in ascending order, the same for every head and every call.
 
-    Of these some are the first and the last, some those where `worst` (H, N_q) is largest, and the
-    rest spread evenly.
+    Of these some are the first and the last, and the rest spread evenly.
     """
     n = problem.n_q
     if n <= count:
         return np.arange(n)
     ends = max(1, count // 8)
     chosen = set(range(ends)) | set(range(n - ends, n))
-    if worst is not None:
-        order = np.argsort(-worst.max(axis=0), kind="stable")
-        chosen |= set(order[: count // 4].tolist())
     left = count - len(chosen)
     if left > 0:
         chosen |= set(np.linspace(0, n - 1, left, dtype=np.int64).tolist())
