@@ -136,8 +136,8 @@ def test_tf32_scores_of_float32_inputs() -> None:
     q, k, v = sample("normal", n=90, d=32, heads=2, dtype="float32")
     right, lse = standard(q, k, v, causal=True)
     assert explain(q, k, v, right, lse=lse, causal=True, sources=False).is_rounding
-    cut = [((x.view(np.uint32) + 0x1000) & 0xFFFFE000).view(np.float32) for x in (q, k)]
-    wrong, _ = standard(*cut, v, causal=True)
+    q_cut, k_cut = (((x.view(np.uint32) + 0x1000) & 0xFFFFE000).view(np.float32) for x in (q, k))
+    wrong, _ = standard(q_cut, k_cut, v, causal=True)
     found = explain(q, k, v, wrong, causal=True)
     assert found.named == "inputs rounded to another format"
     assert found.suspect is not None
