@@ -22,22 +22,23 @@ from emulation.oracle import float64_attention
 from emulation.problem import Array
 
 CHOICES: dict[str, dict[str, Any]] = {
-    "row-max, rounded (default)": {},
-    "row-max, rounded by lanes": {"rounded_sum": "lanes"},
-    "stale, rounded": {"numerics": Numerics(reference="stale")},
-    "stale, unrounded": {"numerics": Numerics(reference="stale", row_sum="unrounded")},
-    "row-max, unrounded": {"numerics": Numerics(reference="row-max", row_sum="unrounded")},
-    "power-of-two, rounded": {"numerics": Numerics(reference="power-of-two")},
-    "power-of-two, unrounded": {
-        "numerics": Numerics(reference="power-of-two", row_sum="unrounded")
+    "row-max, unrounded (default)": {},
+    "row-max, rounded": {"numerics": Numerics(row_sum="rounded")},
+    "row-max, rounded by lanes": {
+        "numerics": Numerics(row_sum="rounded"),
+        "rounded_sum": "lanes",
     },
-    "lazy, rounded": {"numerics": Numerics(reference="lazy")},
-    "tie-safe, rounded": {"numerics": Numerics(reference="tie-safe")},
+    "stale, rounded": {"numerics": Numerics(reference="stale", row_sum="rounded")},
+    "stale, unrounded": {"numerics": Numerics(reference="stale")},
+    "power-of-two, rounded": {"numerics": Numerics(reference="power-of-two", row_sum="rounded")},
+    "power-of-two, unrounded": {"numerics": Numerics(reference="power-of-two")},
+    "lazy, rounded": {"numerics": Numerics(reference="lazy", row_sum="rounded")},
+    "tie-safe, rounded": {"numerics": Numerics(reference="tie-safe", row_sum="rounded")},
     "stale, rounded, left-to-right": {
-        "numerics": Numerics(reference="stale"),
+        "numerics": Numerics(reference="stale", row_sum="rounded"),
         "direction": "left-to-right",
     },
-    "row-max, split": {"numerics": Numerics(reference="row-max", p="split")},
+    "row-max, split, rounded": {"numerics": Numerics(row_sum="rounded", p="split")},
 }
 
 

@@ -2,7 +2,11 @@
 
 import sys
 
-from cuflash.cli import main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        from cuflash.cli import main
+
+        code = main()
+    except KeyboardInterrupt:  # while modules are still being loaded
+        code = 130
+    sys.exit(code)

@@ -26,6 +26,7 @@ from cuflash.problem import (
     shape_in,
     swapped,
 )
+from emulation.arguments import check_flag
 from emulation.backward import check_dout, flash_vjp
 from emulation.flash import flash
 from emulation.plan import Numerics, Plan, default_plan
@@ -52,18 +53,24 @@ def attention(
 
     q (..., N_q, D), k (..., N_k, D), v (..., N_k, D_v) with 2 to 4 axes, or (B, N, H, D) under
     layout="bnhd"; all NumPy or all CuPy arrays of one dtype: float16, bfloat16 (of ml_dtypes) or
-    float32. k and v may have fewer heads, a divisor of q's (GQA). On the GPU D and D_v are
-    multiples of 8; both are at most 256. Any strides; `cuflash.problem` says which are copied.
+    float32, in native byte order and no subclass. k and v may have fewer heads, a divisor of q's
+    (GQA). On the GPU D and D_v are multiples of 8; both are at most 256. Any strides;
+    `cuflash.problem` says which are copied.
 
-    scale defaults to 1 / sqrt(D). causal: False, True (the last query sees the last key) or
-    "top-left". window: (left, right), keys seen beside the diagonal, None is unbounded. softcap:
-    scores become softcap * tanh(score / softcap), before the mask. numerics: `emulation.Numerics`,
-    or a dict of its fields. out: an array to write to, which must not overlap q, k or v.
+    scale defaults to 1 / sqrt(D), and is 2^-126 to 2^127. causal: False, True (the last query sees
+    the last key) or "top-left". window: (left, right), keys seen beside the diagonal, None is
+    unbounded. softcap: scores become softcap * tanh(score / softcap), before the mask; it is at
+    most 2^16, since a capped score errs by up to softcap 2^-21 however small it is
+    (`emulation.Problem.of` says more). numerics: `emulation.Numerics`, or a dict of its fields.
+    out: an array to write to, which must not overlap q, k or v.
 
     Returns out (..., N_q, D_v) in q's layout and dtype (float32 under numerics out="float32"), or
     (out, lse) with lse (..., N_q), float32, natural logarithm, heads before queries in both
     layouts. A row that sees no key has out 0 and lse -inf; NaN and Inf reach only rows that see
-    them.
+    them. In float32 an Inf acts as NaN: its three bfloat16 terms hold Inf - Inf, so that a row that
+    sees one in q or k is NaN, out and lse, and one that sees it in v is NaN in that column. O sums
+    P v before it divides by l, so |v| N_k near the format's largest number (of float32, in which O
+    is summed) overflows although the exact O would not.
 
     A GPU call is queued on CuPy's current stream of q's device and does not wait for it. Raises
     TypeError or ValueError naming argument, value and rule, with nothing written; on the GPU also
@@ -165,8 +172,7 @@ class _Call:
         """Check everything; nothing is written or launched."""
         on_gpu = check_arrays(q, k, v)
         layout = check_layout(layout)
-        if not isinstance(return_lse, bool):
-            raise TypeError(f"return_lse: got {return_lse!r}, must be True or False")
+        check_flag("return_lse", return_lse)
         call: _CpuCall | _GpuCall
         if on_gpu:
             gpu = GpuProblem.of(q, k, v, layout=layout, **masks)

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import contextlib
 import os
-import platform
 import re
+import signal
 import sys
+import tempfile
+import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from emulation.claims import MODULES, Claim, Settings, claims, measure, page
+from cuflash import terminal
+from emulation.claims import MODULES, Claim, ClaimResult, Settings, claims, measure, page
 from emulation.claims import gpu as gpu_tasks
-from emulation.claims.tasks import Outcome, Task
+from emulation.claims.machine import describe
+from emulation.claims.tasks import Outcome, Task, reach
 from emulation.report.files import OutputFile
 from emulation.report.inputs import InputError
+
+MOST_WORKERS = 9999
+"""More processes are a slip of the hand; there are never more than tasks."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -31,17 +38,21 @@ def add(parser: argparse.ArgumentParser) -> None:
     size.add_argument(
         "--quick",
         action="store_true",
-        help="under three minutes on two cores, no GPU used (default)",
+        help="about 90 s of CPU over all cores, no GPU used (default)",
     )
     size.add_argument(
         "--full", action="store_true", help="the published sizes; uses a GPU where there is one"
     )
     parser.add_argument("--data", metavar="FOLDER", help="captures beside the bundled one")
-    parser.add_argument(
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
         "--dask", metavar="ADDRESS", help="run on the workers of this Dask scheduler"
     )
-    parser.add_argument(
-        "--workers", type=_positive, metavar="N", help="processes (default: one per core)"
+    where.add_argument(
+        "--workers",
+        type=_workers,
+        metavar="N",
+        help=f"processes, 1 to {MOST_WORKERS}, never more than tasks (default: one per core)",
     )
     parser.add_argument(
         "--fresh", action="store_true", help="measure all again, resume nothing that is finished"
@@ -51,7 +62,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--output",
         default="claims.html",
         metavar="FILE",
-        help="HTML, with .md and .json beside it (default: claims.html)",
+        help="a name in .html; .md and .json go beside it (default: claims.html)",
     )
 
 
@@ -62,12 +73,15 @@ def _numbers(value: str) -> list[int]:
     for n in numbers:
         if n not in MODULES:
             raise argparse.ArgumentTypeError(f"{n}: must be 1 to {max(MODULES)}")
+    if len(set(numbers)) != len(numbers):
+        raise argparse.ArgumentTypeError(f"{value}: must name each claim once")
     return numbers
 
 
-def _positive(value: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,4}", value) or int(value) < 1:
-        raise argparse.ArgumentTypeError(f"{value or 'empty'}: must be an integer >= 1")
+def _workers(value: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", value) or not 1 <= int(value) <= MOST_WORKERS:
+        rule = f"must be an integer, 1 to {MOST_WORKERS}"
+        raise argparse.ArgumentTypeError(f"{value or 'empty'}: {rule}")
     return int(value)
 
 
@@ -78,20 +92,93 @@ def cache_folder() -> str:
     return os.path.join(root, "claims")
 
 
+def _usable_cache() -> str | None:
+    """The cache folder, or None after one line where it cannot be written."""
+    folder = cache_folder()
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        terminal.tell(f"CUFLASH_CACHE_DIR: {folder}: {reason}: goes on, and keeps nothing")
+        return None
+
+
+def _files(output: str) -> dict[str, OutputFile]:
+    """The checked places of the three files. Raises InputError."""
+    if not output:
+        raise InputError("--output: empty: must name a file")
+    if os.path.isdir(output):
+        raise InputError(f"--output: {output}: must be a file, not a directory")
+    stem, kind = os.path.splitext(output)
+    if kind != ".html":
+        raise InputError(f"--output: {output}: must end in .html (.md and .json go beside it)")
+    files = {k: OutputFile.check("--output", f"{stem}.{k}") for k in ("html", "md", "json")}
+    for file in files.values():
+        if file.direct:
+            raise InputError(f"--output: {file.path}: must be a file, not a device or pipe")
+    return files
+
+
+class _Terminated(BaseException):
+    """SIGTERM arrived."""
+
+
+@contextlib.contextmanager
+def _stoppable(kept: bool) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the work and its processes, and leave one line."""
+
+    def stop(number: int, _: object) -> NoReturn:
+        # Threads that feed the workers lose them, and would say so at length.
+        threading.excepthook = lambda _: None
+        raise KeyboardInterrupt if number == signal.SIGINT else _Terminated
+
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():  # nobody else may set them
+        before = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
+    how = "run again to go on" if kept else "nothing is kept"
+    try:
+        yield
+    except KeyboardInterrupt:
+        terminal.tell(f"interrupted; {how}")
+        raise
+    except _Terminated:
+        terminal.tell(f"terminated; {how}")
+        raise SystemExit(128 + signal.SIGTERM) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def run(args: argparse.Namespace, command: str) -> str:
     """Measure, write the three files, return the Markdown. Raises InputError."""
-    stem = args.output.removesuffix(".html")
-    if not stem:
-        raise InputError("--output: empty: must name a file")
-    files = {
-        kind: OutputFile.check("--output", f"{stem}.{kind}") for kind in ("html", "md", "json")
-    }
+    files = _files(args.output)
     try:
         from emulation.claims import plots  # noqa: F401
     except ImportError as error:
         raise InputError(f"--output: {args.output}: {error}") from None
     if args.data is not None and not (Path(args.data) / "manifest.json").is_file():
         raise InputError(f"--data: {args.data}: must be a folder with a manifest.json")
+    cache = None if args.fresh else _usable_cache()
+    with _stoppable(cache is not None):
+        results, use_gpu = _measured(args, cache)
+    machine = describe(use_gpu)
+    files["json"].write(page.to_json(results, machine=machine, command=command))
+    files["md"].write(page.to_markdown(results, full=args.full))
+    files["html"].write(page.to_html(results, machine=machine, command=command, full=args.full))
+    stem = args.output.removesuffix(".html")
+    terminal.tell("wrote " + ", ".join(f"{stem}.{kind}" for kind in files))
+    return page.to_markdown(results, full=args.full)
+
+
+def _measured(args: argparse.Namespace, cache: str | None) -> tuple[list[ClaimResult], bool]:
+    if args.dask is not None:
+        # Before any work, and also where all of it is finished already.
+        try:
+            reach(args.dask)
+        except (ImportError, OSError, ValueError) as error:
+            raise InputError(f"--dask: {args.dask}: {error}") from None
     use_gpu = args.full and gpu_tasks.available()
     settings = Settings(
         size="full" if args.full else "quick",
@@ -100,33 +187,18 @@ def run(args: argparse.Namespace, command: str) -> str:
         kernels="cuflash",
         workers=args.workers,
         dask=args.dask,
-        cache=None if args.fresh else cache_folder(),
+        cache=cache,
     )
     chosen = claims(args.only)
     with _Bars(chosen, settings) as bars:
         try:
-            results = measure(chosen, settings, bars.done)
+            return measure(chosen, settings, bars.done), use_gpu
         except ImportError as error:
             raise InputError(f"claims: {error}") from None
         except OSError as error:
             if args.dask is None:
                 raise
             raise InputError(f"--dask: {args.dask}: {error}") from None
-    machine = machine_of(use_gpu)
-    files["json"].write(page.to_json(results, machine=machine, command=command))
-    files["md"].write(page.to_markdown(results, full=args.full))
-    files["html"].write(page.to_html(results, machine=machine, command=command, full=args.full))
-    return page.to_markdown(results, full=args.full)
-
-
-def machine_of(use_gpu: bool) -> dict[str, Any]:
-    """What the figures were made on."""
-    found: dict[str, Any] = {"processor": platform.machine(), "cores": os.cpu_count()}
-    if use_gpu:
-        cp = importlib.import_module("cupy")
-        found["gpu"] = cp.cuda.runtime.getDeviceProperties(0)["name"].decode()
-        found["cupy"] = cp.__version__
-    return found
 
 
 class _Bars:

@@ -18,10 +18,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from cuflash import terminal
 from emulation.report.files import OutputFile
 from emulation.report.inputs import InputError
+from emulation.report.json_report import versions
 from emulation.report.progress import Progress
-from emulation.report.text import printable, rms
+from emulation.report.text import rms
 from emulation.report.work import FORMATS, MAX_SCORES, Work, prepare, said
 
 if TYPE_CHECKING:
@@ -338,6 +340,9 @@ def _run_report(args: argparse.Namespace, command: str) -> str:
             found, source=work.source, command=command, options=shown, sweep=sweep
         )
         html.write(page)
+    written = [name for name, file in ((args.output, html), (args.json, json)) if file is not None]
+    if written:
+        terminal.tell(f"wrote {', '.join(written)}")
     wide = not sys.stdout.isatty() or shutil.get_terminal_size().columns >= WIDE
     return report.to_markdown(found, source=work.source, options=shown, groups=wide)
 
@@ -432,21 +437,6 @@ COMMANDS: dict[str, Command] = {
 }
 
 
-def _print(markdown: str) -> None:
-    with contextlib.suppress(AttributeError, ValueError):
-        # An ASCII terminal still gets the figures.
-        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    if sys.stdout.isatty():
-        with contextlib.suppress(ImportError):
-            from rich.console import Console
-            from rich.markdown import Markdown
-
-            Console().print(Markdown(markdown))
-            return
-    sys.stdout.write(markdown)
-    sys.stdout.flush()
-
-
 def _joined(words: Sequence[str]) -> list[str]:
     """`--window -1,2` as `--window=-1,2`; argparse would take "-1,2" for an unknown option."""
     out: list[str] = []
@@ -464,30 +454,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done. 1: `doctor` found no usable GPU. 2: wrong arguments or input, one line on stderr.
     130: interrupted.
     """
-    code = 0
     words = _joined(sys.argv[1:] if argv is None else argv)
-    parser = _Parser(prog="cuflash", description="Attention whose every rounding is explained.")
-    commands = parser.add_subparsers(metavar="COMMAND", dest="command", parser_class=_Parser)
-    for name, command in COMMANDS.items():
-        command.add(commands.add_parser(name, help=command.help, description=command.help))
     try:
-        args, unknown = parser.parse_known_args(words)
-        if unknown:
-            named = "" if args.command is None else f" {args.command}"
-            rule = f"not known, see `cuflash{named} --help`"
-            raise InputError(f"arguments: {' '.join(unknown)}: {rule}")
-        if args.command is None:
-            _print(parser.format_help())
-            return 0
-        markdown, code = COMMANDS[args.command].run(args, shlex.join(["cuflash", *words]))
-        _print(markdown)
+        terminal.usable()
+        return _run(words)
     except InputError as error:
-        print(f"cuflash: {printable(error)}", file=sys.stderr)
+        terminal.tell(str(error))
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # The reader left, the files are written; Python's flush at exit needs a live descriptor.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run(words: Sequence[str]) -> int:
+    parser = _Parser(prog="cuflash", description="Attention whose every rounding is explained.")
+    version = f"cuflash {versions()['cuflash']}"
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_subparsers(metavar="COMMAND", dest="command", parser_class=_Parser)
+    for name, command in COMMANDS.items():
+        command.add(commands.add_parser(name, help=command.help, description=command.help))
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        named = "" if args.command is None else f" {args.command}"
+        rule = f"not known, see `cuflash{named} --help`"
+        raise InputError(f"arguments: {' '.join(unknown)}: {rule}")
+    if args.command is None:
+        markdown, code = parser.format_help(), 0
+    else:
+        markdown, code = COMMANDS[args.command].run(args, shlex.join(["cuflash", *words]))
+    with contextlib.suppress(BrokenPipeError):  # the reader left, the files are written
+        terminal.write(markdown)
     return code

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from emulation.arguments import check_plain, echo
 from emulation.plan import Plan
 from emulation.problem import Array, Problem, Window, numpy_dtype
 
@@ -42,8 +43,10 @@ def is_cupy(x: Any) -> bool:
 def check_arrays(q: Any, k: Any, v: Any) -> bool:
     """True for three CuPy arrays, False for three NumPy arrays; TypeError for anything else."""
     on_gpu = is_cupy(q)
-    if not on_gpu and not isinstance(q, np.ndarray):
-        raise TypeError(f"q: got {_kind(q)}, must be a NumPy or CuPy array")
+    if not on_gpu:
+        if not isinstance(q, np.ndarray):
+            raise TypeError(f"q: got {_kind(q)}, must be a NumPy or CuPy array")
+        check_plain("q", q)
     _check_kind("k", k, q)
     _check_kind("v", v, q)
     return on_gpu
@@ -56,6 +59,8 @@ def _check_kind(name: str, x: Any, q: Any) -> None:
     on_gpu = is_cupy(x)
     if on_gpu != is_cupy(q) or not (on_gpu or isinstance(x, np.ndarray)):
         raise TypeError(f"{name}: got {_kind(x)}, must be {_kind(q)} like q")
+    if not on_gpu:  # an array of NumPy's, but of another type than q, which is a plain one
+        check_plain(name, x)
 
 
 def check_beside(name: str, x: Any, q: Any) -> None:
@@ -82,7 +87,7 @@ def check_layout(layout: Any) -> Literal["bhnd", "bnhd"]:
     for known in LAYOUTS:
         if isinstance(layout, str) and layout == known:
             return known  # type: ignore[return-value]  # LAYOUTS holds the literals
-    raise ValueError(f"layout: got {layout!r}, must be one of {', '.join(map(repr, LAYOUTS))}")
+    raise ValueError(f"layout: got {echo(layout)}, must be one of {', '.join(map(repr, LAYOUTS))}")
 
 
 def swapped(x: Any, layout: str) -> Any:

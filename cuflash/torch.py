@@ -69,7 +69,9 @@ def scaled_dot_product_attention(
     _check(query, key, value, enable_gqa)
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[-1])
-    return _folded(query, key, value, is_causal, float(scale), Numerics.of(numerics))
+    # None is not the default Numerics: what float32 runs by default is its own.
+    chosen = None if numerics is None else Numerics.of(numerics)
+    return _folded(query, key, value, is_causal, float(scale), chosen)
 
 
 def _check(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
@@ -103,7 +105,7 @@ class _Attention(_Function):  # type: ignore[misc]  # torch is untyped here
 
     @staticmethod
     def forward(
-        ctx: Any, q: Any, k: Any, v: Any, causal: bool, scale: float, numerics: Numerics
+        ctx: Any, q: Any, k: Any, v: Any, causal: bool, scale: float, numerics: Numerics | None
     ) -> Any:
         options = {"causal": "top-left" if causal else False, "scale": scale, "numerics": numerics}
         with _on(q):
@@ -128,7 +130,7 @@ class _Attention(_Function):  # type: ignore[misc]  # torch is untyped here
         return (*wanted, None, None, None)
 
 
-def _folded(q: Any, k: Any, v: Any, causal: bool, scale: float, numerics: Numerics) -> Any:
+def _folded(q: Any, k: Any, v: Any, causal: bool, scale: float, numerics: Numerics | None) -> Any:
     """The call on at most four axes; more are folded into the first, which may copy."""
     lead = q.shape[:-2]
     if q.dim() > 4:

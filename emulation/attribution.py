@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from emulation import oracle
+from emulation import oracle, rounding
+from emulation.arguments import check_flag, check_plain, check_progress, one_of
 from emulation.backward import (
     Gradients,
     Saved,
@@ -25,15 +26,21 @@ from emulation.backward import (
     flash_backward,
     standard_backward,
 )
+from emulation.bound_terms import TANH, threshold
 from emulation.contributions import EXPECTED_RESIDUAL, Attribution, assemble, with_parts
 from emulation.flash import Forward, arithmetic_of, constants, flash_rows, resolve_plan, row_blocks
+from emulation.formats import FLOAT32
 from emulation.plan import Numerics, Plan, default_plan
-from emulation.problem import Array, Problem
+from emulation.problem import DTYPES, Array, Problem, dtype_name
 from emulation.sources import SOURCES
-from emulation.standard import standard_machine, standard_rows
+from emulation.standard import STATES, standard_rows
 from emulation.tracking import F64, Tracked, TrackingMachine
 
 Progress = Callable[[str, float], None]
+
+ALGORITHMS = ("flash", "standard")
+#: Dtypes of an observed output, besides integers.
+OBSERVED = (*DTYPES, "float64")
 
 
 # -- running the algorithms on the tracking machine
@@ -155,7 +162,11 @@ def _stack(nodes: list[Tracked], shape: tuple[int, ...]) -> tuple[F64, dict[str,
 
 
 def _notes(problem: Problem, part: Attribution, foreign: int) -> tuple[str, ...]:
-    """Why a residual is larger than expected."""
+    """Why a residual is larger than expected, and what a softcap costs where it costs most."""
+    return (*_residual_notes(problem, part, foreign), *_softcap_notes(problem, part))
+
+
+def _residual_notes(problem: Problem, part: Attribution, foreign: int) -> tuple[str, ...]:
     name, size = part.output, part.error.size
     if foreign:
         return (
@@ -176,6 +187,20 @@ def _notes(problem: Problem, part: Attribution, foreign: int) -> tuple[str, ...]
     return (
         f"{text}: the error (rms {rms:.1e}) is near what float64 resolves here (oracle radius "
         f"{part.oracle_radius:.1e}, scores up to {scores:.1e}).",
+    )
+
+
+def _softcap_notes(problem: Problem, part: Attribution) -> tuple[str, ...]:
+    whole = part.before_cast or part
+    if problem.softcap is None or not whole.sources:
+        return ()
+    if max(whole.sources.values(), key=lambda s: s.rms).name != "softcap":
+        return ()
+    return (
+        f"{part.output}: softcap is the largest source"
+        f"{'' if part.before_cast is None else ' before the output cast'}. tanh errs by up to "
+        f"2^-21 however small a score is, so a softcap of {problem.softcap:g} moves scores by up "
+        f"to {problem.softcap * TANH:.1e}.",
     )
 
 
@@ -202,7 +227,7 @@ def attribute(
     against: str | None = None,
     plan: Plan | None = None,
     numerics: Numerics | dict[str, Any] | None = None,
-    state: str = "float32",
+    state: str | None = None,
     scale: float | None = None,
     causal: Any = False,
     window: Any = None,
@@ -214,15 +239,18 @@ def attribute(
     """Split the error of attention among the places that rounded.
 
     q, k, v and options as in `flash`; NumPy arrays, finite, not empty. algorithm: "flash" (under
-    plan or numerics) or "standard". state: the format kept between steps ("float32", "bfloat16",
-    "float16"; a given plan has its own). against: the other algorithm, subtracted source by source.
-    dout (and dlse): also attribute the gradients. observed: somebody else's out, to be explained in
-    place of the emulated one; what the emulation does not reproduce stays in the residual.
+    plan or numerics) or "standard". state: the format kept between steps ("float32", the default,
+    "bfloat16", "float16"); a plan brings its own. against: the other algorithm, under the same
+    state, subtracted source by source. dout (and dlse): also attribute the gradients. observed:
+    somebody else's out, to be explained in place of the emulated one, in a float or integer dtype
+    and within float32's range; what the emulation does not reproduce stays in the residual.
     through: in the gradients, errors that the forward left in LSE, O and a stored P count under the
     forward's sources rather than as "LSE", "O in delta" and "P from forward".
     progress(step, fraction) is called now and then. Returns the `Attribution` of out, with `parts`.
-    Raises TypeError or ValueError naming argument, value and rule, and OverflowError where the
-    algorithm leaves the range of its formats (half-precision state).
+    Its notes say where a residual is large and why, and where a softcap's tanh is the largest
+    source (it moves scores by up to softcap 2^-21, see `Problem.of`). Raises TypeError or
+    ValueError naming argument, value and rule, and OverflowError where the algorithm leaves the
+    range of its formats (half-precision state, or huge scores).
 
     Source: signed first-order attribution is CENA (Langlois 2001); the weights here are secants, so
     that the contributions close exactly (see `tracking`).
@@ -233,8 +261,13 @@ def attribute(
     (True, 'output cast')
     """
     check_algorithm(algorithm)
-    if against is not None and against not in ("flash", "standard"):
-        raise ValueError(f"against: got {against!r}, must be 'flash', 'standard' or None")
+    if against is not None:
+        one_of("against", against, ALGORITHMS)
+        if against == algorithm:
+            raise ValueError(f"against: got {against!r}, must differ from algorithm")
+    check_flag("through", through)
+    check_progress(progress)
+    check_tiled(plan, numerics, "flash" in (algorithm, against))
     problem = explainable(q, k, v, scale=scale, causal=causal, window=window, softcap=softcap)
     gradients = None if dout is None else check_dout(problem, dout, dlse)
     if dout is None and dlse is not None:
@@ -243,11 +276,12 @@ def attribute(
     if observed is not None:
         observed = _checked_observed(observed, shape)
     flash_plan = flash_plan_of(problem, plan, numerics, state)
+    kept = flash_plan.state
     exact = _Exact.of(problem, gradients)
 
     def run(which: str, seen: Any) -> Attribution:
         used = flash_plan if which == "flash" else None
-        return _attribute_one(problem, used, state, gradients, exact, seen, through, progress)
+        return _attribute_one(problem, used, kept, gradients, exact, seen, through, progress)
 
     result = run(algorithm, observed)
     return result if against is None else result - run(against, None)
@@ -255,8 +289,14 @@ def attribute(
 
 def check_algorithm(algorithm: Any) -> None:
     """ValueError unless it is one of the two."""
-    if algorithm not in ("flash", "standard"):
-        raise ValueError(f"algorithm: got {algorithm!r}, must be 'flash' or 'standard'")
+    one_of("algorithm", algorithm, ALGORITHMS)
+
+
+def check_tiled(plan: Any, numerics: Any, flash: bool) -> None:
+    """ValueError for a plan or numerics that nothing would follow."""
+    for name, given in (("plan", plan), ("numerics", numerics)):
+        if given is not None and not flash:
+            raise ValueError(f"{name}: given for standard attention, must go with flash")
 
 
 def explainable(q: Any, k: Any, v: Any, **options: Any) -> Problem:
@@ -276,30 +316,40 @@ def explainable(q: Any, k: Any, v: Any, **options: Any) -> Problem:
 
 
 def _checked_observed(observed: Any, shape: tuple[int, ...]) -> F64:
-    """Somebody's output as float64."""
-    try:
-        wide = np.asarray(observed).astype(np.float64)
-    except (TypeError, ValueError):
-        raise TypeError("observed: not an array of numbers, must be one like out") from None
+    """Somebody's output as float64: numbers of any dtype that float64 holds, and that float32 could
+    hold without overflow.
+    """
+    rule = f"must be an array of {', '.join(OBSERVED)} or integers, like out"
+    check_plain("observed", observed, rule.removeprefix("must be "))
+    if dtype_name(observed.dtype) not in OBSERVED and observed.dtype.kind not in "iu":
+        raise TypeError(f"observed: dtype {observed.dtype}, {rule}")
+    if rounding.namespace(observed) is not np:
+        raise TypeError(f"observed: got {type(observed).__module__} array, must be NumPy's")
+    # What is NaN or infinite stays so, with no warning; ml_dtypes go to float32 without one.
+    half = dtype_name(observed.dtype) in DTYPES
+    wide: F64 = (observed.astype(np.float32) if half else observed).astype(np.float64)
     if wide.shape != shape:
         raise ValueError(f"observed: shape {wide.shape}, must be {shape}")
-    bad = np.argwhere(~np.isfinite(wide))
+    bad = np.argwhere(~(np.abs(wide) < threshold(FLOAT32)))
     if len(bad):
         at = tuple(int(i) for i in bad[0])
-        raise ValueError(f"observed: {wide[at]} at {at}, must be finite")
+        raise ValueError(f"observed: {wide[at]} at {at}, must be finite in float32")
     return wide
 
 
 def flash_plan_of(
-    problem: Problem, plan: Plan | None, numerics: Numerics | dict[str, Any] | None, state: str
+    problem: Problem, plan: Plan | None, numerics: Numerics | dict[str, Any] | None, state: Any
 ) -> Plan:
     """The Plan of a flash run: the given one, or the default with this state."""
-    standard_machine(problem, state)  # checks state
+    if state is not None:
+        one_of("state", state, STATES)
     if plan is None:
-        return default_plan(problem, numerics, state=state)
+        return default_plan(problem, numerics, state=state or "float32")
     plan = resolve_plan(problem, plan, numerics)
     if plan.splits > 1:
         raise ValueError(f"plan.splits: got {plan.splits}, must be 1 to be attributed")
+    if state not in (None, plan.state):
+        raise ValueError(f"state: got {state!r}, must be {plan.state!r} like plan.state, or None")
     return plan
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from emulation import rounding
+from emulation.arguments import check_plain, check_progress
 from emulation.flash import (
     LOG2E,
     Constants,
@@ -288,8 +289,7 @@ def standard_backward(
 def check_dout(problem: Problem, dout: Any, dlse: Any = None) -> tuple[Array, Array | None]:
     """dout (H, N_q, D_v) and dlse (H, N_q) float32 or None, checked against the problem."""
     shape = (*problem.lead, problem.n_q, problem.d_v)
-    if not hasattr(dout, "dtype"):
-        raise TypeError(f"dout: got {type(dout).__name__}, must be an array")
+    check_plain("dout", dout)
     if tuple(dout.shape) != shape:
         raise ValueError(f"dout: shape {tuple(dout.shape)}, must be {shape} like out")
     if dtype_name(dout.dtype) != problem.dtype:
@@ -297,8 +297,9 @@ def check_dout(problem: Problem, dout: Any, dlse: Any = None) -> tuple[Array, Ar
     dout = dout.reshape(problem.heads, problem.n_q, problem.d_v)
     if dlse is None:
         return dout, None
-    if not hasattr(dlse, "dtype") or dtype_name(dlse.dtype) != "float32":
-        raise TypeError(f"dlse: got {getattr(dlse, 'dtype', type(dlse).__name__)}, must be float32")
+    check_plain("dlse", dlse, "a float32 array")
+    if dtype_name(dlse.dtype) != "float32":
+        raise TypeError(f"dlse: got {dlse.dtype}, must be float32")
     if tuple(dlse.shape) != shape[:-1]:
         raise ValueError(f"dlse: shape {tuple(dlse.shape)}, must be {shape[:-1]} like lse")
     return dout, dlse.reshape(problem.heads, problem.n_q)
@@ -368,6 +369,7 @@ def flash_vjp(
     >>> dq.shape, float(dv[3, 3]) > 0.25
     ((4, 16), True)
     """
+    check_progress(progress)
     problem = Problem.of(q, k, v, scale=scale, causal=causal, window=window, softcap=softcap)
     plan = resolve_plan(problem, plan, numerics)
     dout, dlse = check_dout(problem, dout, dlse)
@@ -401,6 +403,7 @@ def standard_vjp(
     >>> [g.shape for g in standard_vjp(x, x, x, x)]
     [(4, 16), (4, 16), (4, 16)]
     """
+    check_progress(progress)
     problem = Problem.of(q, k, v, scale=scale, causal=causal, window=window, softcap=softcap)
     dout, dlse = check_dout(problem, dout, dlse)
     forward, stored = standard_forward(problem, state, progress)

@@ -31,6 +31,7 @@ EX2 = (
 )  # 2^x, relative: measured over all 2^23 fractions 0.61 (unit), 0.71 (polynomial) of it
 RCP = 2.0**-23  # rcp.approx, relative: 0.83 of it over all mantissas
 LG2 = 2.0**-22  # lg2.approx, absolute where |log2 l| < 1, else relative (PTX ISA): 0.97 of it
+TANH = 2.0**-21  # 1 - 2 / (1 + 2^x) for tanh, absolute: derived in `_softcap` (0.93 of it)
 #: 2^x is flushed below x = -126; if its argument erred by 1 at most, 2^-125 was lost. (If by more,
 #: the relative bound 2^e - 1 exceeds 1 and covers a flushed weight.)
 FLUSH = 2.0**-125
@@ -262,9 +263,10 @@ def scores(
 def _softcap(problem: Problem, s: F64, err: F64) -> tuple[F64, F64]:
     """tanh(S scale / softcap) and the error of 1 - 2 rcp(1 + ex2(x)), x = rn(S kappa) clamped.
 
-    The argument's error passes with the largest slope near it. ex2 errs by EX2, the sum and rcp by
-    u and RCP: relative errors of r = (1 - tanh) / 2, of which the final FMA takes 2 r and rounds.
-    Clamping at 30 changes tanh by less than 2^-29.
+    The argument's error passes with the largest slope near it. ex2 errs by EX2, of which 1 + 2^x
+    has the share (1 + tanh) / 2, the sum and rcp by u and RCP: relative errors of r = (1 - tanh) /
+    2, of which the final FMA takes 2 r and rounds. Clamping at 30 changes tanh by less than 2^-29.
+    With an exact score all this is below 2^-21, absolutely: largest near tanh = -3/4.
     """
     cap = problem.softcap or 1.0
     exact = 2.0 * LOG2E * problem.scale / cap
@@ -276,7 +278,7 @@ def _softcap(problem: Problem, s: F64, err: F64) -> tuple[F64, F64]:
     t = np.tanh(0.5 * LN2 * x)
     slope = 1.0 - np.tanh(0.5 * LN2 * np.maximum(np.abs(x) - e_x, 0.0)) ** 2
     moved = np.minimum(0.5 * LN2 * np.where(np.isfinite(e_x), e_x * slope, np.inf), 2.0) + 2.0**-29
-    unit = (1 + RCP) / ((1 - EX2) * (1 - U)) - 1
+    unit = (1 + RCP) / ((1 - EX2 * np.minimum(1.0 + t + moved, 2.0) / 2) * (1 - U)) - 1
     e_t = moved + (1.0 - t + moved) * unit
     e_t += U * (np.abs(t) + e_t) + 2.0**-50
     return t, np.where(np.isfinite(err), e_t, np.inf)

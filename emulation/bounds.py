@@ -46,6 +46,8 @@ def _check(problem: Problem, plan: Plan | None = None) -> None:
     refuse_nonfinite(problem)
     if plan is None:
         return
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan: got {type(plan).__name__}, must be a Plan")
     if plan.format != problem.dtype:
         raise ValueError(f"plan: format {plan.format}, must be {problem.dtype} like q")
     if plan.splits > 1:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from emulation.arguments import echo
 from emulation.plan import Plan
 from emulation.problem import Array
 from emulation.sources import GROUPS, SOURCES
@@ -52,6 +53,16 @@ def contribution_of(name: str, group: str, about: str, part: F64, error: F64) ->
     )
 
 
+class Parts(dict[str, "Attribution"]):
+    """Attributions by output; a missing one is named, with what there is and why."""
+
+    def __missing__(self, output: Any) -> Attribution:
+        raise KeyError(
+            f"parts: no {echo(output)}, must be one of {', '.join(map(repr, self))} (gradients "
+            "come with dout)"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Attribution:
     """The error of one output and its parts. Arrays are float64: (..., N, D), or (..., N) for the
@@ -78,7 +89,7 @@ class Attribution:
     notes: tuple[str, ...] = ()
     tiles: Array | None = None
     before_cast: Attribution | None = None
-    parts: dict[str, Attribution] = dataclasses.field(default_factory=dict)
+    parts: dict[str, Attribution] = dataclasses.field(default_factory=Parts)
 
     def __sub__(self, other: Attribution) -> Attribution:
         """e_self - e_other, source by source: why two algorithms differ, neither being exact."""
@@ -208,4 +219,4 @@ def assemble(
 
 def with_parts(main: Attribution, others: dict[str, Attribution]) -> Attribution:
     """`main` with its parts, itself among them."""
-    return dataclasses.replace(main, parts={main.output: main, **others})
+    return dataclasses.replace(main, parts=Parts({main.output: main, **others}))

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from emulation import rounding, split
+from emulation.arguments import check_progress
 from emulation.machine import Machine, Node
 from emulation.plan import Numerics, Plan, default_plan
 from emulation.problem import Array, Problem, numpy_dtype
@@ -533,6 +534,7 @@ def flash(
     >>> out[0, :2].tolist(), float(lse[0])
     ([1.0, 0.0], 0.25)
     """
+    check_progress(progress)
     problem = Problem.of(q, k, v, scale=scale, causal=causal, window=window, softcap=softcap)
     plan = resolve_plan(problem, plan, numerics)
     forward = flash_forward(problem, plan, progress=progress)

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from typing import Any
 
+from emulation.arguments import one_of
 from emulation.plan import Numerics, Plan
 from emulation.problem import Problem
 
@@ -87,8 +88,7 @@ def plan_of(
     >>> plan_of("fa3", x, x, x).tile_n
     176
     """
-    if kernel not in _ORDERS:
-        raise ValueError(f"kernel: got {kernel!r}, must be one of {', '.join(map(repr, _ORDERS))}")
+    one_of("kernel", kernel, _ORDERS)
     problem = Problem.of(q, k, v, causal=causal, scale=scale)
     if problem.dtype == "float32":
         raise ValueError(f"q: dtype float32, must be float16 or bfloat16 ({kernel} takes no other)")

@@ -9,10 +9,27 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import numbers
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from emulation.problem import Problem
+from emulation import tensor_core
+from emulation.arguments import echo, one_of
+from emulation.problem import Problem, check_problem
+
+#: Of every tile: far beyond any kernel's, and a tile of scores still fits in memory.
+LARGEST_TILE = 2**16
+
+
+def _check_fields(what: str, kind: Any, given: Iterable[Any]) -> None:
+    """ValueError for a name that is no field of the dataclass."""
+    known = [f.name for f in dataclasses.fields(kind)]
+    for name in given:
+        if name not in known:
+            raise ValueError(
+                f"{what}: unknown field {echo(name)}, must be one of {', '.join(known)}"
+            )
 
 
 @functools.cache
@@ -25,9 +42,7 @@ def _choices(kind: Any) -> dict[str, tuple[Any, ...]]:
 def _check_choices(obj: Any, what: str) -> None:
     kind: Any = type(obj)
     for name, allowed in _choices(kind).items():
-        if getattr(obj, name) not in allowed:
-            choices = ", ".join(map(repr, allowed))
-            raise ValueError(f"{what}.{name}: got {getattr(obj, name)!r}, must be one of {choices}")
+        one_of(f"{what}.{name}", getattr(obj, name), allowed)
 
 
 @dataclass(frozen=True)
@@ -37,7 +52,7 @@ class Numerics:
 
     Raises ValueError naming field, value and choices.
 
-    >>> Numerics(reference="row-max", row_sum="unrounded").p
+    >>> Numerics(reference="stale", row_sum="rounded").p
     'input'
     """
 
@@ -50,7 +65,7 @@ class Numerics:
     #: exactly 1. "final": the exact max, found in a first pass.
     reference: Literal["row-max", "power-of-two", "stale", "lazy", "tie-safe", "final"] = "row-max"
     #: "rounded": l sums P as the P V product sees it. "unrounded": l sums P before it is rounded.
-    row_sum: Literal["rounded", "unrounded"] = "rounded"
+    row_sum: Literal["rounded", "unrounded"] = "unrounded"
     #: Backward: delta = rowsum(dO * O) with O as it was before rounding, or with the rounded O.
     delta: Literal["full", "rounded"] = "full"
     #: P (and dS in the backward) rounded to the input format, or carried as a high and a low half.
@@ -83,12 +98,7 @@ class Numerics:
             raise TypeError(
                 f"numerics: got {type(value).__name__}, must be Numerics, a dict or None"
             )
-        known = [f.name for f in dataclasses.fields(Numerics)]
-        for name in value:
-            if name not in known:
-                raise ValueError(
-                    f"numerics: unknown field {name!r}, must be one of {', '.join(known)}"
-                )
+        _check_fields("numerics", Numerics, value)
         return Numerics(**value)
 
 
@@ -106,12 +116,24 @@ class BackwardPlan:
     def __post_init__(self) -> None:
         _check_choices(self, "plan.backward")
         for name in ("tile_m", "tile_n"):
-            _check_tile(f"plan.backward.{name}", getattr(self, name))
+            _hold_tile(self, name, f"plan.backward.{name}")
 
 
-def _check_tile(name: str, tile: Any) -> None:
-    if isinstance(tile, bool) or not isinstance(tile, int) or tile < 16 or tile % 16:
-        raise ValueError(f"{name}: got {tile!r}, must be a positive multiple of 16")
+def _hold_integer(plan: Any, name: str, what: str) -> int:
+    """The field as an int, which it is from now on (it may have been one of NumPy's)."""
+    value = getattr(plan, name)
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{what}: got {echo(value)}, must be an integer")
+    object.__setattr__(plan, name, int(value))  # as dataclasses say it of frozen ones
+    return int(value)
+
+
+def _hold_tile(plan: Any, name: str, what: str) -> None:
+    tile = _hold_integer(plan, name, what)
+    if not 16 <= tile <= LARGEST_TILE or tile % 16:
+        raise ValueError(
+            f"{what}: got {echo(tile)}, must be a positive multiple of 16, at most {LARGEST_TILE}"
+        )
 
 
 @dataclass(frozen=True)
@@ -132,7 +154,7 @@ class Plan:
     #: Products added at once; None is the architecture's own (16 on sm90; m16n8k8 has 8).
     step: int | None = None
     #: Products of float32 operands: of their three bfloat16 terms on the tensor core (`wide`), or
-    #: chains of fp32 FMAs.
+    #: chains of fp32 FMAs. "split" takes an infinity for NaN (Inf - Inf among its terms).
     wide: Literal["split", "fma"] = "split"
     #: Keys per tile, and the direction over them.
     tile_n: int = 128
@@ -140,6 +162,8 @@ class Plan:
     #: x = fma(s, c, -r), or rn(rn(s c) - r). "guarded": fused, but unfused in rows where
     #: |r| >= 2^24: rounding r = m c alone would move x by whole units, and 2^x could overflow.
     #: "scaled": y = rn(rn(s scale) log2 e) first, its max is the reference, x = rn(y - r).
+    #: Of the forward only. The backward subtracts LSE, always fused, and has no such guard: LSE is
+    #: as coarse, 2^x may overflow there, and gradients of such rows may be NaN.
     score: Literal["guarded", "fused", "unfused", "scaled"] = "guarded"
     #: Argument of alpha: rn(r_old - r_new) of the references, or rn(rn(m_old - m_new) c) of the
     #: maxima.
@@ -172,8 +196,16 @@ class Plan:
     backward: BackwardPlan = field(default_factory=BackwardPlan)
 
     def __post_init__(self) -> None:
+        for name, kind in (("numerics", Numerics), ("backward", BackwardPlan)):
+            if not isinstance(getattr(self, name), kind):
+                raise TypeError(
+                    f"plan.{name}: got {echo(getattr(self, name))}, must be a {kind.__name__}"
+                )
         _check_choices(self, "plan")
-        _check_tile("plan.tile_n", self.tile_n)
+        one_of("plan.arch", self.arch, tensor_core.RULES)
+        if self.step is not None and not 1 <= _hold_integer(self, "step", "plan.step") <= 256:
+            raise ValueError(f"plan.step: got {echo(self.step)}, must be 1 to 256, or None")
+        _hold_tile(self, "tile_n", "plan.tile_n")
         reference = self.numerics.reference
         if reference not in ("row-max", "lazy", "final") or self.score == "scaled":
             # These forms start from the max m, and would miss what the reference adds to it.
@@ -191,10 +223,9 @@ class Plan:
                 "plan.finish: got 'fold', must be \"multiply\" unless sums are promoted and l is "
                 "of the unrounded P"
             )
-        if isinstance(self.splits, bool) or not isinstance(self.splits, int) or self.splits < 1:
-            raise ValueError(f"plan.splits: got {self.splits!r}, must be an integer >= 1")
-        if isinstance(self.stale_limit, bool) or not isinstance(self.stale_limit, int):
-            raise TypeError(f"plan.stale_limit: got {self.stale_limit!r}, must be an integer")
+        if _hold_integer(self, "splits", "plan.splits") < 1:
+            raise ValueError(f"plan.splits: got {echo(self.splits)}, must be an integer >= 1")
+        _hold_integer(self, "stale_limit", "plan.stale_limit")
         most = 14 if self.format == "float16" else 60
         if reference == "stale" and not 0 < self.stale_limit <= most:
             raise ValueError(
@@ -219,14 +250,11 @@ class Plan:
         if not isinstance(fields, dict):
             raise TypeError(f"plan: got {type(fields).__name__}, must be a dict of fields")
         fields = dict(fields)
-        known = [f.name for f in dataclasses.fields(Plan)]
-        for name in fields:
-            if name not in known:
-                raise ValueError(f"plan: unknown field {name!r}, must be one of {', '.join(known)}")
-        backward = dict(fields.pop("backward", {}))
-        for name in backward:
-            if name not in {f.name for f in dataclasses.fields(BackwardPlan)}:
-                raise ValueError(f"plan.backward: unknown field {name!r}")
+        _check_fields("plan", Plan, fields)
+        backward = fields.pop("backward", {})
+        if not isinstance(backward, dict):
+            raise TypeError(f"plan.backward: got {echo(backward)}, must be a dict of fields")
+        _check_fields("plan.backward", BackwardPlan, backward)
         numerics = Numerics.of(fields.pop("numerics", None))
         return Plan(numerics=numerics, backward=BackwardPlan(**backward), **fields)
 
@@ -257,6 +285,8 @@ def default_plan(
     >>> default_plan(Problem.of(x, x, x)).tile_n
     80
     """
+    check_problem(problem)
+    _check_fields("plan", Plan, fields)
     width = max(problem.d, problem.d_v)
     if problem.dtype == "float32":
         return dataclasses.replace(_default_float32(width, numerics), **fields)

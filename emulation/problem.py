@@ -17,12 +17,21 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from emulation.arguments import check_plain, echo
+
 Array = NDArray[Any]
 Causal = Literal["bottom-right", "top-left"] | bool
 Window = tuple[int | None, int | None]
 
 DTYPES = ("float16", "bfloat16", "float32")
 MAX_HEAD_DIM = 256
+
+#: Least and largest scale, as powers of two: float32 holds them, and them times log2(e), as normal
+#: numbers, which keep all their digits.
+LEAST, MOST_SCALE = -126, 127
+#: Largest softcap. The machine's tanh, 1 - 2 / (1 + 2^x), errs by up to 2^-21 whatever the score
+#: (derived in `bound_terms`), a capped score by softcap 2^-21: here by 1/32, a weight by 3 %.
+MOST_SOFTCAP = 16
 
 
 def dtype_name(dtype: Any) -> str:
@@ -40,37 +49,55 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def _check_array(name: str, x: Any) -> None:
-    if not hasattr(x, "ndim") or not hasattr(x, "dtype"):
-        raise TypeError(f"{name}: got {type(x).__name__}, must be an array of {', '.join(DTYPES)}")
+    check_plain(name, x, f"an array of {', '.join(DTYPES)}")
     if dtype_name(x.dtype) not in DTYPES:
         raise TypeError(f"{name}: dtype {x.dtype}, must be one of {', '.join(DTYPES)}")
     if not 2 <= x.ndim <= 4:
         raise ValueError(f"{name}: shape {tuple(x.shape)}, must have 2 to 4 axes: ([B,] [H,] N, D)")
 
 
-def _check_number(name: str, x: Any) -> float:
+def _check_number(name: str, x: Any, most: int) -> float:
+    """x as a float from 2^-126 to 2^most."""
     if isinstance(x, bool) or not isinstance(x, numbers.Real | np.number):
-        raise TypeError(f"{name}: got {x!r}, must be a positive finite number")
+        raise TypeError(f"{name}: got {echo(x)}, must be a positive finite number")
     try:
         value = float(x)
     except OverflowError:
         value = math.inf
     if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name}: got {x!r}, must be a positive finite number")
+        raise ValueError(f"{name}: got {echo(x)}, must be a positive finite number")
+    if not 2.0**LEAST <= value <= 2.0**most:
+        raise ValueError(
+            f"{name}: got {echo(x)}, must be 2**{LEAST} to 2**{most}, finite and normal in float32"
+        )
     return value
+
+
+def _check_softcap(softcap: Any, scale: float) -> float:
+    """A softcap that the machine can apply to scores of this scale."""
+    cap = _check_number("softcap", softcap, MOST_SOFTCAP)
+    factor = 2.0 * math.log2(math.e) * scale / cap
+    if not 2.0**LEAST <= factor < 2.0**MOST_SCALE:
+        raise ValueError(
+            f"softcap: got {echo(softcap)} beside scale {scale}, must keep 2 log2(e) scale / "
+            f"softcap 2**{LEAST} to 2**{MOST_SCALE}, finite and normal in float32"
+        )
+    return cap
 
 
 def check_causal(causal: Any) -> Literal[False, "bottom-right", "top-left"]:
     """False, or the alignment of the diagonal (True means "bottom-right")."""
     if not isinstance(causal, bool | np.bool_ | str):
-        raise TypeError(f'causal: got {causal!r}, must be a bool, "bottom-right" or "top-left"')
+        raise TypeError(f'causal: got {echo(causal)}, must be a bool, "bottom-right" or "top-left"')
     if causal is False or (isinstance(causal, np.bool_) and not causal):
         return False
     if causal is True or isinstance(causal, np.bool_) or causal == "bottom-right":
         return "bottom-right"
     if causal == "top-left":
         return "top-left"
-    raise ValueError(f'causal: got {causal!r}, must be False, True, "bottom-right" or "top-left"')
+    raise ValueError(
+        f'causal: got {echo(causal)}, must be False, True, "bottom-right" or "top-left"'
+    )
 
 
 def check_window(window: Any) -> Window | None:
@@ -78,7 +105,7 @@ def check_window(window: Any) -> Window | None:
     if window is None:
         return None
     if isinstance(window, str) or not isinstance(window, Sequence) or len(window) != 2:
-        raise TypeError(f"window: got {window!r}, must be None or a pair (left, right)")
+        raise TypeError(f"window: got {echo(window)}, must be None or a pair (left, right)")
     sides: list[int | None] = []
     for side, value in zip(("left", "right"), window, strict=True):
         if value is None:
@@ -86,12 +113,20 @@ def check_window(window: Any) -> Window | None:
             continue
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             raise TypeError(
-                f"window: {side} is {value!r}, must be None (unbounded) or an integer >= 0"
+                f"window: {side} is {echo(value)}, must be None (unbounded) or an integer >= 0"
             )
         if value < 0:
             raise ValueError(f"window: {side} is {value}, must be >= 0 (None is unbounded)")
         sides.append(min(int(value), 2**31 - 1))  # further than any key
     return None if sides == [None, None] else (sides[0], sides[1])
+
+
+def check_problem(problem: Any) -> None:
+    """TypeError unless it is a Problem."""
+    if not isinstance(problem, Problem):
+        raise TypeError(
+            f"problem: got {type(problem).__name__}, must be a Problem (Problem.of makes one)"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +162,11 @@ class Problem:
     ) -> Problem:
         """Check and flatten.
 
+        scale: 2^-126 to 2^127, 1 / sqrt(D) by default. softcap: 2^-126 to 2^16, and with 2 log2(e)
+        scale / softcap from 2^-126 to 2^127; None is none. A capped score errs by up to softcap
+        2^-21, absolutely and however small it is, since tanh is formed as 1 - 2 / (1 + 2^x): with
+        50 by 2.4e-5, with 2^16 by 1/32, and beyond that the arithmetic means little.
+
         >>> p = Problem.of(*[np.zeros((2, 6, 5, 8), np.float16)] * 3, causal=True)
         >>> p.q.shape, p.lead, p.scale == 1 / math.sqrt(8)
         ((12, 5, 8), (2, 6), True)
@@ -154,16 +194,17 @@ class Problem:
             heads, kv_heads = int(q.shape[-3]), int(k.shape[-3])
             if (heads == 0) != (kv_heads == 0) or (kv_heads and heads % kv_heads):
                 raise ValueError(f"k: {kv_heads} heads, must divide the {heads} heads of q")
+        held = 1.0 / math.sqrt(d) if scale is None else _check_number("scale", scale, MOST_SCALE)
         return Problem(
             q=q.reshape(math.prod(q.shape[:-2]), *q.shape[-2:]),
             k=k.reshape(math.prod(k.shape[:-2]), *k.shape[-2:]),
             v=v.reshape(math.prod(v.shape[:-2]), *v.shape[-2:]),
             lead=tuple(q.shape[:-2]),
             kv_lead=tuple(k.shape[:-2]),
-            scale=1.0 / math.sqrt(d) if scale is None else _check_number("scale", scale),
+            scale=held,
             causal=check_causal(causal),
             window=check_window(window),
-            softcap=None if softcap is None else _check_number("softcap", softcap),
+            softcap=None if softcap is None else _check_softcap(softcap, held),
         )
 
     @property

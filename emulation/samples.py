@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from emulation.problem import Array, numpy_dtype
+from emulation.arguments import check_count, one_of
+from emulation.problem import DTYPES, Array, numpy_dtype
 
 Triple = tuple[Array, Array, Array]
 
@@ -112,7 +113,7 @@ def sample(
     seed: int = 0,
 ) -> Triple:
     """q (heads, n, d), k and v (heads, n_k, d) of one kind from `KINDS`, in a format of
-    `problem.DTYPES`.
+    `problem.DTYPES`. Raises TypeError or ValueError naming argument, value and rule.
 
     Each head has its own stream, so head 3 is the same whether 4 or 64 heads are asked for.
 
@@ -120,8 +121,14 @@ def sample(
     >>> q.shape, str(q.dtype)
     ((1, 4, 8), 'float16')
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind: got {kind!r}, must be one of {', '.join(KINDS)}")
+    one_of("kind", kind, KINDS)
+    one_of("dtype", dtype, DTYPES)
+    check_count("n", n, 0)
+    if n_k is not None:
+        check_count("n_k", n_k, 0)
+    check_count("d", d, 1)
+    check_count("heads", heads, 1)
+    check_count("seed", seed, 0)
     drawn = [
         KINDS[kind](np.random.default_rng([seed, h]), n, n if n_k is None else n_k, d)
         for h in range(heads)
@@ -145,6 +152,7 @@ def capture(dtype: str = "float16") -> tuple[Array, Array, Array, dict[str, Any]
     >>> q.shape, options
     ((1, 1024, 64), {'causal': True})
     """
+    one_of("dtype", dtype, DTYPES)
     with (
         resources.files("emulation").joinpath("data/capture.npz").open("rb") as file,
         np.load(file) as z,

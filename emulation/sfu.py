@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from emulation import rounding
+from emulation.arguments import check_plain
 from emulation.rounding import Backend, fast_path, namespace, narrow
 
 NAN_BITS = 0x7FFFFFFF
@@ -114,8 +115,15 @@ def evaluate(mantissa: Any, name: str) -> Any:
     return value >> u.drop
 
 
+def _check(x: Any) -> None:
+    """TypeError unless it is an array, or a number."""
+    if not isinstance(x, np.generic | float | int):
+        check_plain("x", x, "a float32 array")
+
+
 def _fields(x: Any) -> tuple[Any, Any, Any, Any]:
     """Sign (0 or 1), exponent field, mantissa as int64, and the array module."""
+    _check(x)
     xp = namespace(x)
     if xp is np:
         x = np.asarray(x, np.float32)
@@ -218,6 +226,7 @@ def ex2_polynomial(x: Any, *, backend: Backend = None) -> Any:
     >>> ex2_polynomial(np.float32([3.0, -126.0, -126.5, 128.0])).tolist()
     [8.0, 1.1754943508222875e-38, 0.0, inf]
     """
+    _check(x)
     xp = namespace(x)
     fast = fast_path(xp, backend)
     if fast:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from emulation import rounding
+from emulation.arguments import check_progress, one_of
 from emulation.flash import LN2, LOG2E, Forward, Progress, column, row_blocks, scores, visible
 from emulation.flash import constants as flash_constants
 from emulation.machine import Machine, Node
@@ -25,8 +26,7 @@ STATES = ("float32", "bfloat16", "float16")
 
 def standard_machine(problem: Problem, state: str, arch: str = "sm90") -> Machine:
     """The machine of a standard attention. Raises ValueError for an unknown state."""
-    if state not in STATES:
-        raise ValueError(f"state: got {state!r}, must be one of {', '.join(map(repr, STATES))}")
+    one_of("state", state, STATES)
     return Machine(arch=arch, fmt=problem.dtype, state=state)
 
 
@@ -147,6 +147,7 @@ def standard(
     >>> out[0, :2].tolist(), float(lse[0])
     ([1.0, 0.0], 0.25)
     """
+    check_progress(progress)
     problem = Problem.of(q, k, v, scale=scale, causal=causal, window=window, softcap=softcap)
     forward, _ = standard_forward(problem, state, progress)
     shape = (*problem.lead, problem.n_q)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from emulation import rounding
+from emulation.arguments import check_plain, one_of
 from emulation.formats import FLOAT16, FLOAT32, TF32, Format, format_of
 from emulation.rounding import Backend, fast_path, namespace, narrow, widen
 
@@ -211,6 +212,9 @@ def mma(
     >>> float(mma(a, a)[0, 0]), float((a.astype(float) @ a.T.astype(float))[0, 0])
     (1.0, 1.000000223517418)
     """
+    for name, x in (("a", a), ("b", b), ("c", c)):
+        if x is not None or name != "c":
+            check_plain(name, x)
     f = _operand_format(a, b, fmt)
     if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
         raise TypeError(f"step: got {step!r}, must be an integer or None")
@@ -235,8 +239,7 @@ def mma(
 
 
 def _lookup(arch: str) -> Rule:
-    if arch not in RULES:
-        raise ValueError(f"arch: got {arch!r}, must be one of {', '.join(RULES)}")
+    one_of("arch", arch, RULES)
     return RULES[arch]
 
 

@@ -3,7 +3,9 @@
 x = high + middle + low, each rounded to bfloat16: 24 bits, in float32's own exponent range. Of the
 nine products of terms the six largest are taken, smallest first, through one chain of accumulators:
 what the accumulator cuts off while it is small costs little. Left out are products below 2^-23 of
-the whole (on average 2^-27, of either sign). Idea: Henry, Tang and Heinecke, ARITH 2019.
+the whole (on average 2^-27, of either sign). An infinity acts as NaN: high is cut to the largest
+bfloat16, the rest is infinite and so is middle, and low is Inf - Inf. Idea: Henry, Tang and
+Heinecke, ARITH 2019.
 """
 
 from __future__ import annotations

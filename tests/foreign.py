@@ -51,5 +51,7 @@ def foreign_arrays() -> Iterator[None]:
     with ExitStack() as stack:
         for module in (rounding, sfu, tensor_core):
             stack.enter_context(patch.object(module, "namespace", namespace))
+        # By which checks tell another module's arrays from a subclass of NumPy's.
+        stack.enter_context(patch.object(Foreign, "__module__", "cupy"))
         stack.enter_context(np.errstate(all="ignore"))
         yield

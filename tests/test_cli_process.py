@@ -47,7 +47,7 @@ def test_process_refuses_in_one_line(cwd: Path) -> None:
 def test_process_reports_the_bundled_head() -> None:
     run = process("report", "--json", "r.json")
     out, err = run.communicate()
-    assert (run.returncode, err) == (0, b"")
+    assert (run.returncode, err) == (0, b"cuflash: wrote report.html, r.json\n")
     assert b"bundled capture" in out
     assert os.path.getsize("report.html") < 1_000_000
     assert json.loads(Path("r.json").read_text("utf-8"))["options"]["causal"] == "bottom-right"
@@ -66,9 +66,30 @@ def test_process_survives_an_ascii_terminal_and_a_closed_pipe(tmp_path: Path) ->
     run.stdout.close()
     assert run.stderr is not None
     with run.stderr:
-        assert run.stderr.read() == b""
+        assert run.stderr.read() == b"cuflash: wrote report.html, r.json\n"
     assert run.wait() == 0
     assert os.path.exists("r.json")
+
+
+@pytest.mark.usefixtures("cwd")
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("> /dev/full", "stdout: cannot be written: No space left on device"),
+        (">&-", "stdout: closed: must be open"),
+    ],
+)
+@pytest.mark.parametrize("command", ["report --no-html", "claims --only 3 --workers 1", "doctor"])
+def test_process_without_a_usable_stdout(
+    command: str, target: str, said: str, tmp_path: Path
+) -> None:
+    env = os.environ | {"PYTHONPATH": os.path.dirname(os.path.dirname(cli.__file__))}
+    line = f"{sys.executable} -m cuflash {command} {target}"
+    env |= {"CUFLASH_CACHE_DIR": str(tmp_path / "cache")}
+    run = subprocess.run(line, shell=True, env=env, capture_output=True, check=False)
+    assert run.returncode == 2
+    assert run.stderr.decode().splitlines()[-1] == f"cuflash: {said}"
+    assert b"Traceback" not in run.stderr
 
 
 def test_process_interrupted_is_quiet(tmp_path: Path, cwd: Path) -> None:

@@ -106,7 +106,7 @@ STEPS: dict[str, tuple[Patch, dict[str, str]]] = {
     "S": (wrapped("scores", lambda s, args: up(s)), {}),
     "score scaling": (wrapped("constants", wrong_scale), {}),
     "P": (wrapped("_probabilities", wrong_key), {}),
-    "l": (wrong_sum, {"out": "float32"}),
+    "l": (wrong_sum, {"out": "float32", "row_sum": "rounded"}),
     "l, unrounded": (wrapped("join", lambda l_sum, args: up(l_sum)), {"row_sum": "unrounded"}),
     "rescale": (wrapped("_alpha", wrong_alpha), {"out": "float32"}),
     "O": (wrong_product, {"out": "float32"}),

@@ -35,7 +35,11 @@ def test_unknown_numerics_field() -> None:
         ({"direction": "up"}, r"plan\.direction: got 'up'"),
         ({"tile_n": 24}, r"plan\.tile_n: got 24, must be a positive multiple of 16"),
         ({"tile_n": 0}, r"plan\.tile_n: got 0"),
-        ({"tile_n": True}, r"plan\.tile_n: got True"),
+        ({"tile_n": 2**40}, r"plan\.tile_n: got 1099511627776, must be .*, at most 65536"),
+        ({"arch": "sm00"}, r"plan\.arch: got 'sm00', must be one of 'sm70'"),
+        ({"arch": ["sm90"]}, r"plan\.arch: got \['sm90'\], must be one of"),
+        ({"step": 0}, r"plan\.step: got 0, must be 1 to 256, or None"),
+        ({"format": np.zeros(2)}, r"plan\.format: got array\(.*, must be one of"),
         ({"state": "float64"}, r"plan\.state: got 'float64'"),
         (
             {"numerics": Numerics(reference="stale"), "format": "float16", "stale_limit": 30},
@@ -54,6 +58,40 @@ def test_unknown_numerics_field() -> None:
 def test_bad_plan_fields(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Plan(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"numerics": {"p": "split"}}, r"plan\.numerics: got \{.*, must be a Numerics"),
+        ({"numerics": None}, r"plan\.numerics: got None, must be a Numerics"),
+        ({"backward": None}, r"plan\.backward: got None, must be a BackwardPlan"),
+        ({"backward": {"tile_m": 32}}, r"plan\.backward: got \{.*, must be a BackwardPlan"),
+        ({"tile_n": True}, r"plan\.tile_n: got True, must be an integer"),
+        ({"tile_n": 64.0}, r"plan\.tile_n: got 64\.0, must be an integer"),
+        ({"step": "a"}, r"plan\.step: got 'a', must be an integer"),
+        ({"stale_limit": None}, r"plan\.stale_limit: got None, must be an integer"),
+    ],
+)
+def test_plan_fields_of_another_type(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        Plan(**fields)
+    with pytest.raises(TypeError, match=r"plan\.backward: got None, must be a dict"):
+        Plan.from_json({"backward": None})
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    """The same Plan, and one that prints and hashes alike."""
+    given = Plan(
+        tile_n=np.int64(64),  # type: ignore[arg-type]
+        step=np.int32(8),  # type: ignore[arg-type]
+        stale_limit=np.int16(9),  # type: ignore[arg-type]
+        backward=BackwardPlan(tile_m=np.uint8(32)),  # type: ignore[arg-type]
+    )
+    plain = Plan(tile_n=64, step=8, stale_limit=9, backward=BackwardPlan(tile_m=32))
+    assert given == plain
+    assert hash(given) == hash(plain)
+    assert json.dumps(given.to_json()) == json.dumps(plain.to_json())
 
 
 def test_bad_backward_plan() -> None:

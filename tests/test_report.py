@@ -277,6 +277,17 @@ def test_algorithm_without_plan_or_cast() -> None:
     Page(report.to_html(dataclasses.replace(a, before_cast=None)))
 
 
+@pytest.mark.parametrize("kind", ["normal", "peaked", "one-signed", "sink"])
+def test_headline_gives_the_rest_in_its_own_precision(kind: str) -> None:
+    """A rest of single digits in 1e-5 % says nothing beside groups in whole per cent."""
+    a = emulation.attribute(*sample(kind, n=64, d=64, dtype="bfloat16"))
+    shares = {n: g.share for n, g in a.groups.items()}
+    rest = 1.0 - sum(s for n, s in shares.items() if abs(s) >= 0.05 or n == "rescale")
+    said = re.search("everything else together (.*)[.]$", text.headline(a))
+    assert said is not None
+    assert said[1] == (text.percent(rest) if abs(rest) >= 5e-4 else "below 0.05 %")
+
+
 def test_difference_is_called_one() -> None:
     q, k, v = sample("normal", n=16, d=8)
     a = emulation.attribute(q, k, v, against="standard")

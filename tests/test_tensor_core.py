@@ -164,7 +164,7 @@ def products(draw: Any) -> tuple[Array, Array, Array, str, dict[str, Any]]:
     dtype = DTYPES["bf16" if name == "bfloat16" else "f16"]
     source = (words, np.float32) if name == "tf32" else (halves, dtype)
     a, b = (
-        rounding.cast(rounding.widen(patterns(draw, *args)).astype(np.float32), name)
+        rounding.cast(rounding.narrow(rounding.widen(patterns(draw, *args))), name)
         for args in ((source[0], (m, k), source[1]), (source[0], (n, k), source[1]))
     )
     c = rounding.cast(patterns(draw, words, (m, n), np.float32), out)

@@ -67,6 +67,13 @@ def test_the_bits_are_the_emulators(shape: tuple[int, ...], dtype: str) -> None:
         same(array(found).reshape(expected.shape), expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_default_arithmetic_is_that_of_attention(dtype: str) -> None:
+    """Over several tiles, where float32 sums by other rules than a half format."""
+    q, k, v = tensors((2, 40, 64), dtype, n_k=300)
+    same(array(sdpa(q, k, v)), cuflash.attention(array(q), array(k), array(v)))
+
+
 @pytest.mark.parametrize(
     ("is_causal", "scale", "enable_gqa", "n_k"),
     list(itertools.product([False, True], [None, 0.3], [False, True], [12, 31])),

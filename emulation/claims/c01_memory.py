@@ -12,7 +12,7 @@ from typing import Any
 
 from emulation import Problem, default_plan
 from emulation.claims import gpu
-from emulation.claims.claim import Claim, Figures, Plot, Verdict, task
+from emulation.claims.claim import Claim, Figures, Plot, Verdict, no_gpu, task
 from emulation.claims.inputs import make
 from emulation.claims.settings import Settings
 from emulation.claims.statistics import slope
@@ -192,5 +192,6 @@ CLAIM = Claim(
     judge=_judge,
     tabulate=_tabulate,
     draw=_draw,
+    missing=no_gpu,
 )
 run = CLAIM.run

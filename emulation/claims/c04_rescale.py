@@ -23,8 +23,17 @@ from emulation import (
     standard,
 )
 from emulation.claims import gpu
-from emulation.claims.claim import Claim, Figures, Plot, Verdict, task
-from emulation.claims.inputs import BUNDLED, captures, make, shown
+from emulation.claims.claim import (
+    Claim,
+    Figures,
+    Plot,
+    Verdict,
+    cells_and_kernels,
+    listed,
+    no_gpu,
+    task,
+)
+from emulation.claims.inputs import BUNDLED, captures, heads, make, shown
 from emulation.claims.settings import Settings
 from emulation.claims.statistics import rms
 from emulation.claims.tasks import Task
@@ -124,7 +133,7 @@ def _tasks(settings: Settings) -> list[Task]:
         for n in sizes:
             cut = None if n <= whole else rows
             found.append(_task("normal", n, cut, dtype, state, True, 128))
-        real = captures(settings.data, heads=1)
+        real = captures(settings.data)
         length = settings.pick(tiny=64, quick=512, full=1024)
         for kind in real:
             found.append(_task(kind, length, None, dtype, state, True, 128, settings.data))
@@ -155,8 +164,8 @@ def _task(
 
 
 def _gather(values: Mapping[str, Any]) -> Figures:
-    runs = [value for name, value in values.items() if not name.startswith("kernel ")]
-    kernels = [value for name, value in values.items() if name.startswith("kernel ")]
+    found = cells_and_kernels(values)
+    runs, kernels = found["cells"], found["kernels"]
     cells = []
     for run in runs:
         for output, part in run["outputs"].items():
@@ -192,10 +201,14 @@ def _judge(figures: Figures) -> Verdict:
     }
     said = "; ".join(f"{state} state: {top}" for state, top in tops.items())
     if first:
-        where = "; ".join(
-            dict.fromkeys(f"{c['state']} state, {c['kind']}, {c['output']}" for c in first)
+        where = listed(
+            list(dict.fromkeys(f"{c['state']} state on {c['kind']} ({c['output']})" for c in first))
         )
-        return Verdict("holds if", f"{where}. Elsewhere it is not the largest ({said}).")
+        return Verdict(
+            "holds if",
+            f"{where}. Elsewhere it is not the largest ({said}).",
+            f"in {len(first)} of {len(cells)} cases",
+        )
     forward = [c for c in cells if c["output"] == "out"]
     ratios = {
         state: min(
@@ -209,10 +222,16 @@ def _judge(figures: Figures) -> Verdict:
     smaller = ", ".join(f"{ratio:.3g} times ({state})" for state, ratio in ratios.items())
     return Verdict(
         "does not hold",
-        f"Rescaling is never the largest source in {len(cells)} cases; the largest forward is, by "
-        f"{said}. Forward, rescaling is smaller by at least {smaller}. Under powers of two its "
-        f"largest contribution is {powers} (fp16: subnormals round).",
+        f"Rescaling is never the largest source in {len(cells)} cases ({heads_of(cells)} among the "
+        f"inputs, one draw each); the largest forward is, by {said}. Forward, rescaling is smaller "
+        f"by at least {smaller}. Under powers of two its largest contribution is {powers}; a power "
+        "of two is exact until a result becomes subnormal, as some do in fp16 state.",
     )
+
+
+def heads_of(cells: list[dict[str, Any]]) -> str:
+    """What real inputs there are among the cells, in words."""
+    return heads(c["kind"] for c in cells)
 
 
 def _commonest(names: list[str]) -> str:
@@ -273,5 +292,6 @@ CLAIM = Claim(
     judge=_judge,
     tabulate=_tabulate,
     draw=_draw,
+    missing=no_gpu,
 )
 run = CLAIM.run

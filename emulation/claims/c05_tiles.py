@@ -151,9 +151,27 @@ def _judge(figures: Figures) -> Verdict:
     if all(grows.values()):
         return Verdict("holds", f"{moved} Whole relative error, first point to last: {said}.")
     if any(grows.values()):
-        where = " and ".join(f"over {name}" for name, yes in grows.items() if yes)
-        return Verdict("holds if", f"{where}. {moved} Relative error, first point to last: {said}.")
+        where = _where(grows)
+        return Verdict(
+            "holds if", f"{where}. {moved} Relative error, first point to last: {said}.", where
+        )
     return Verdict("does not hold", f"{moved} But the error does not grow: {said}.")
+
+
+def _where(grows: Mapping[str, bool]) -> str:
+    """In which state each sweep grows.
+
+    >>> _where({"tiles, float32 state": False, "tiles, bfloat16 state": True,
+    ...         "N, float32 state": True, "N, bfloat16 state": True})
+    'tiles are many and the state is bfloat16, or rows are long'
+    """
+    told = []
+    for sweep, words in (("tiles", "tiles are many"), ("N", "rows are long")):
+        found = {n.split(", ")[1]: yes for n, yes in grows.items() if n.startswith(f"{sweep}, ")}
+        states = [state.removesuffix(" state") for state, yes in found.items() if yes]
+        if states:
+            told.append(words if all(found.values()) else f"{words} and the state is {states[0]}")
+    return ", or ".join(told)
 
 
 def _tabulate(figures: Figures) -> list[dict[str, Any]]:

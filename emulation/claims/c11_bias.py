@@ -7,7 +7,7 @@ its remedy: the tensor core truncates, and tied maxima meet values of one sign.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,19 +15,19 @@ import numpy as np
 from emulation import Numerics, Plan, Problem, attribute, default_plan
 from emulation.claims import c09_depth, gpu
 from emulation.claims.approximations import APPROXIMATIONS, exact, structure
-from emulation.claims.claim import Claim, Figures, Plot, Verdict, task
+from emulation.claims.claim import Claim, Figures, Plot, Verdict, no_gpu, task
 from emulation.claims.inputs import BUNDLED, make
 from emulation.claims.settings import Settings
 from emulation.claims.statistics import SIGMAS, mean_and_error, rms
 from emulation.claims.tasks import Task
 from emulation.flash import flash
 
-#: FlashAttention-3's choices, ours, and what removes each exception: (state, numerics).
-PLAIN = Numerics(row_sum="unrounded")
+#: The default, and what removes each exception: (state, numerics).
+PLAIN = Numerics()
 CASES: dict[str, dict[str, tuple[str, Numerics]]] = {
     "truncation": {
-        "row-max, l unrounded": ("float32", PLAIN),
-        "default (l by the tensor core)": ("float32", Numerics()),
+        "default": ("float32", PLAIN),
+        "l by the tensor core": ("float32", dataclasses.replace(PLAIN, row_sum="rounded")),
         "promoted": ("float32", dataclasses.replace(PLAIN, accumulate="promoted")),
     },
     "tied maxima": {
@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, tuple[str, Numerics]]] = {
     },
 }  # fmt: skip
 #: The case of each exception that nothing remedies.
-BARE = {"truncation": "row-max, l unrounded", "tied maxima": "O in bf16"}
+BARE = {"truncation": "default", "tied maxima": "O in bf16"}
 #: Where both exceptions arise: the sum of P V.
 SOURCE = "PV accumulation"
 #: Correlation of neighbouring rows' errors beyond which they are no noise.
@@ -177,13 +177,13 @@ def _judge(figures: Figures) -> Verdict:
         max(abs(m["neighbours"]), abs(m["shrink"]) / m["relative"]) >= STRUCTURED for m in others
     )
     depth = figures["depth"]
+    layers = depth["flash"]["layers"]
     times = min(m["relative"] for m in others) / max(m["relative"] for m in flash_like)
     said = (
-        f"flash's mean error is {whole['mean']:.1e} +- {whole['error']:.1e} of its rms on normal "
-        f"inputs; approximations err at least {times:.2g} times more and with structure; a window "
-        f"leaves {depth['window of N/8']['last']:.1e} after {depth['flash']['layers']} layers, "
-        "flash "
-        f"{depth['flash']['last']:.1e}"
+        f"flash's mean error is {whole['mean']:.1e} +- {whole['error']:.1e} of the error's rms on "
+        f"normal inputs; approximations err at least {times:.2g} times more and with structure; "
+        f"a window leaves {depth['window of N/8']['last']:.1e} after {layers} layers, "
+        f"flash {depth['flash']['last']:.1e}"
     )
     if not (noise and unstructured and structured):
         return Verdict("does not hold", said + " (or without structure, or flash has it, too).")
@@ -200,16 +200,28 @@ def _judge(figures: Figures) -> Verdict:
     for which, entries in left.items():
         if entries:
             worst = max(entries, key=lambda e: abs(e["mean"]))
-            others_there = [
-                f"{e['whole']:.1e} with {e['case']}" for e in figures["exceptions"]
-                if e["which"] == which and e["n"] == worst["n"] and e["gpu"] == worst["gpu"]
-                and e["case"] != BARE[which]
-            ]  # fmt: skip
+            same = alike(figures["exceptions"], worst)
+            parts = ", ".join(f"{_pm(e['mean'], e['error'])} ({e['case']})" for e in same)
+            wholes = ", ".join(f"{_pm(e['whole'], e['whole_error'])} ({e['case']})" for e in same)
             told.append(
-                f"{which}, {worst['case']}: mean relative error {worst['mean']:.2e} +- "
-                f"{worst['error']:.0e} at N = {worst['n']} (the whole {', '.join(others_there)})"
+                f"{which} at N = {worst['n']}: mean error over |O| of the sum of P V alone "
+                f"{parts}; of the whole O before the cast {wholes}"
             )
-    return Verdict("holds if", f"values have both signs: {said}. With one sign: {'; '.join(told)}.")
+    return Verdict(
+        "holds if",
+        f"values have both signs: {said}. With one sign, {'. '.join(told)}.",
+        "values have both signs",
+    )
+
+
+def alike(exceptions: Sequence[dict[str, Any]], entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Every case of an exception that was measured as `entry` was, itself first."""
+    same = [e for e in exceptions if all(e[f] == entry[f] for f in ("which", "n", "gpu"))]
+    return sorted(same, key=lambda e: e["case"] != entry["case"])
+
+
+def _pm(mean: float, error: float) -> str:
+    return f"{mean:.2e} +- {error:.0e}"
 
 
 def _tabulate(figures: Figures) -> list[dict[str, Any]]:
@@ -254,7 +266,9 @@ def _draw(figures: Figures) -> list[Plot]:
         if e["which"] == "truncation":
             name = e["case"] + (", kernel" if e["gpu"] else "")
             series.setdefault(name, []).append([e["n"], e["mean"]])
-    return [Plot("V > 0: mean of the error over |O|", "N", "mean", series, log_x=True)]
+    # The kernel tells no source from another: its curves are of the whole.
+    title = "V > 0: mean error over |O| by the sum of P V (kernel: by all)"
+    return [Plot(title, "N", "mean", series, log_x=True)]
 
 
 CLAIM = Claim(
@@ -277,5 +291,6 @@ CLAIM = Claim(
     judge=_judge,
     tabulate=_tabulate,
     draw=_draw,
+    missing=no_gpu,
 )
 run = CLAIM.run

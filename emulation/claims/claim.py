@@ -6,22 +6,27 @@ Nobody writes a verdict: `judge` sees the figures and nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from emulation.claims.settings import Settings
 from emulation.claims.tasks import Outcome, Task, run_tasks
 
-Kind = Literal["holds", "holds if", "does not hold"]
+#: The last is no verdict: what the rule needs is not there.
+Kind = Literal["holds", "holds if", "does not hold", "not measured"]
 Figures = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """kind, and one sentence in figures: the condition of "holds if", or what is true instead."""
+    """kind, and one sentence in figures: the condition of "holds if", or what is true instead.
+
+    condition: the same in a few words, for a table; of "holds if" and "not measured".
+    """
 
     kind: Kind
     text: str
+    condition: str = ""
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,10 @@ class Plot:
 
 @dataclass(frozen=True)
 class ClaimResult:
-    """Figures, setting, seeds and verdict of one claim. seconds: of all its tasks, added up."""
+    """Figures, setting, seeds and verdict of one claim. seconds: of all its tasks, added up.
+
+    missing: parts that were not measured, each with what it needs.
+    """
 
     number: int
     title: str
@@ -55,6 +63,7 @@ class ClaimResult:
     seeds: dict[str, int]
     seconds: float
     cpu_seconds: float
+    missing: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,8 @@ class Claim:
     """One row of the table.
 
     says: the article's sentence. rule: `judge` in words. setting: what is measured on what.
-    gather: {task name: value} -> figures; tabulate and draw show figures.
+    gather: {task name: value} -> figures; tabulate and draw show figures. missing: the parts that
+    these settings, or what is installed, leave out.
     """
 
     number: int
@@ -75,6 +85,7 @@ class Claim:
     judge: Callable[[Figures], Verdict]
     tabulate: Callable[[Figures], list[dict[str, Any]]]
     draw: Callable[[Figures], list[Plot]]
+    missing: Callable[[Settings], list[str]] = lambda _: []
 
     def run(self, settings: Settings) -> ClaimResult:
         """Run the claim alone."""
@@ -100,7 +111,32 @@ class Claim:
             seeds={task.name: task.seed for task in tasks},
             seconds=sum(outcome.seconds for outcome in outcomes),
             cpu_seconds=sum(outcome.cpu_seconds for outcome in outcomes),
+            missing=self.missing(settings),
         )
+
+
+def cells_and_kernels(values: Mapping[str, Any]) -> Figures:
+    """Outcomes of the emulator's tasks, and of those whose names begin with "kernel "."""
+    kernels = {name for name in values if name.startswith("kernel ")}
+    return {
+        "cells": [v for name, v in values.items() if name not in kernels],
+        "kernels": [v for name, v in values.items() if name in kernels],
+    }
+
+
+def no_gpu(settings: Settings) -> list[str]:
+    """The kernels, as a missing part, where no GPU is used."""
+    return [] if settings.gpu else ["the kernels themselves (needs --full and a GPU)"]
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """The first names, and how many more.
+
+    >>> listed(["a", "b"]), listed(list("abcdefg"), most=2)
+    ('a, b', 'a, b and 5 more')
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def task(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from emulation.problem import Array, numpy_dtype
 
 #: Name of the bundled capture.
 BUNDLED = "SmolLM2 layer 14 head 4"
+#: The capture whose first 1024 positions it is; where a folder has that one, it is the same head.
+BUNDLED_OF = "smollm2-135m-layer14-n2048 head 4"
 
 
 @dataclass(frozen=True)
@@ -80,14 +83,30 @@ def _manifest(data: str) -> dict[str, bool]:
         return {name: bool(entry["causal"]) for name, entry in json.load(file).items()}
 
 
-def captures(data: str | None, heads: int = 1) -> list[str]:
-    """The bundled capture, and so many heads of each file that a folder's manifest.json lists."""
+def captures(data: str | None) -> list[str]:
+    """The bundled capture, and each other head of each file in a folder's manifest.json."""
     found = [BUNDLED]
     for name in [] if data is None else sorted(_manifest(data)):
         with np.load(Path(str(data)) / name, allow_pickle=False) as z:
             count = int(z["q"].shape[0])
-        found += [f"{name}:{h * count // heads}" for h in range(min(heads, count))]
-    return found
+        found += [f"{name}:{head}" for head in range(count)]
+    return [kind for kind in found if shown(kind) != BUNDLED_OF]
+
+
+def heads(kinds: Iterable[str]) -> str:
+    """How many heads of how many captures these shown kinds are.
+
+    >>> heads(["normal", "a head 0", "a head 3", "b head 1", "b head 1"])
+    '3 heads of 2 captures'
+    """
+    named = {BUNDLED_OF if kind == BUNDLED else kind for kind in kinds}
+    real = {tuple(kind.rpartition(" head ")[::2]) for kind in named if " head " in kind}
+    files = {name for name, _ in real}
+
+    def count(n: int, what: str) -> str:
+        return f"{n} {what}{'' if n == 1 else 's'}"
+
+    return f"{count(len(real), 'head')} of {count(len(files), 'capture')}"
 
 
 def shown(kind: str) -> str:

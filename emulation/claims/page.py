@@ -20,7 +20,12 @@ SCHEMA = "cuflash.claims/1"
 """Changes when a reader of the old form would misread the new one."""
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-_SIGNS = {"holds": "--g-dsr", "holds if": "--g-sum", "does not hold": "--g-rescale"}
+_SIGNS = {
+    "holds": "--g-dsr",
+    "holds if": "--g-sum",
+    "does not hold": "--g-rescale",
+    "not measured": "--soft",
+}
 _TITLE = "Why flash and standard attention differ"
 _LONG = 40
 """Rows of a table that the page shows open; longer ones fold."""
@@ -90,6 +95,7 @@ def to_markdown(results: Sequence[ClaimResult], *, full: bool = False) -> str:
         seconds = f"{r.seconds:.1f} s, {r.cpu_seconds:.1f} s of CPU"
         lines += ["", f"## {r.number}. {r.title}", "", f"- setting: {r.setting}"]
         lines += [f"- rule: {r.rule}", f"- tasks: {len(r.seeds)}, {seconds}"]
+        lines += [f"- not measured: {'; '.join(r.missing)}"] * bool(r.missing)
     return "\n".join(lines) + "\n"
 
 
@@ -156,12 +162,13 @@ def _section(r: ClaimResult) -> str:
         for i, p in enumerate(r.plots)
         if any(p.series.values())
     )
+    missing = f" Not measured: {_e('; '.join(r.missing))}." if r.missing else ""
     return (
         f'<h2 id="c{r.number}">{r.number}. {_e(r.title)}</h2>'
         f'<p class="intro">“{_e(r.says)}”</p>'
         f"<p>{_badge(r.verdict.kind)}: {_e(r.verdict.text)}</p>"
         f'<p class="soft">Setting: {_e(r.setting)}. Rule: {_e(r.rule)} '
-        f"{len(r.seeds)} tasks, {r.seconds:.1f} s ({r.cpu_seconds:.1f} s of CPU).</p>"
+        f"{len(r.seeds)} tasks, {r.seconds:.1f} s ({r.cpu_seconds:.1f} s of CPU).{missing}</p>"
         f"{pictures}{_table(r.table)}"
     )
 

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import hashlib
 import importlib
 import json
 import os
+import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -25,11 +28,15 @@ from typing import Any
 from emulation import rounding
 from emulation.claims.settings import Settings
 from emulation.report.files import OutputFile
+from emulation.report.inputs import InputError
 from emulation.report.json_report import plain
 from emulation.report.text import install
 
 #: Bumped by hand never: the text of every module is in the key (`sources_digest`).
 SCHEMA = "cuflash.task/1"
+
+#: How long a Dask scheduler may take to answer.
+CONNECT_SECONDS = 3
 
 Done = Callable[["Task", "Outcome"], None]
 
@@ -145,7 +152,9 @@ def _keep(cache: str | None, task: Task, outcome: Outcome) -> None:
         return
     data = {"task": json.loads(task.identity), "value": outcome.value}
     data |= {"seconds": outcome.seconds, "cpu_seconds": outcome.cpu_seconds}
-    OutputFile("--cache", str(_path(cache, task)), False).write(json.dumps(data, allow_nan=False))
+    text = json.dumps(data, allow_nan=False)
+    with contextlib.suppress(InputError):  # a full disk: the work is done, and kept by nobody
+        OutputFile("--cache", str(_path(cache, task)), False).write(text)
 
 
 def _execute_and_keep(index: int, task: Task, cache: str | None) -> tuple[int, Outcome]:
@@ -220,11 +229,7 @@ def _workers(
                 "ignore", message="A worker stopped while", category=UserWarning
             )
         else:
-            try:
-                distributed: Any = importlib.import_module("distributed")
-            except ImportError as error:
-                raise ImportError(f"--dask needs dask: {install('claims')}") from error
-            stack.enter_context(distributed.Client(settings.dask, set_as_default=True))
+            stack.enter_context(_client(settings.dask))
             stack.enter_context(joblib.parallel_config("dask"))
             workers, cache = -1, None
         pool = joblib.Parallel(
@@ -234,6 +239,67 @@ def _workers(
             return_as="generator_unordered",
         )
         call = joblib.delayed(_execute_and_keep)
-        results = pool(call(index, tasks[index], cache) for index in indices)
+        with _ignored_interrupts():
+            results = pool(call(index, tasks[index], cache) for index in indices)
         stack.callback(results.close)
-        yield results
+        try:
+            yield results
+        except BaseException:
+            if settings.dask is None:
+                _end_workers()
+            raise
+
+
+@contextlib.contextmanager
+def _ignored_interrupts() -> Iterator[None]:
+    """Processes born meanwhile ignore Ctrl-C, which reaches all of a terminal: the caller ends
+    them.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end_workers() -> None:
+    """End loky's processes now: nobody waits for what they do."""
+    loky: Any = importlib.import_module("joblib.externals.loky")
+    loky.get_reusable_executor().shutdown(wait=True, kill_workers=True)
+
+
+def reach(address: str) -> None:
+    """Connect to the Dask scheduler at `address` and leave again.
+
+    Raises OSError within seconds where nothing answers or what does is no scheduler, ValueError
+    for what is no address, and ImportError with the command that installs dask.
+    """
+    try:
+        with _client(address):
+            pass
+    except (OSError, ValueError, ImportError):
+        raise
+    except Exception as error:  # whatever else reading another protocol's answer ends in
+        raise OSError("what answers there is no Dask scheduler") from error
+
+
+def _client(address: str) -> Any:
+    try:
+        distributed: Any = importlib.import_module("distributed")
+    except ImportError as error:
+        raise ImportError(f"needs dask: {install('claims')}") from error
+    try:
+        return distributed.Client(address, set_as_default=True, timeout=CONNECT_SECONDS)
+    except Exception as error:
+        failed = error
+    # A half-made client is closed when it is collected, and a collection while another one starts
+    # would wait for that one's lock for ever. So it goes here, once no traceback holds it.
+    link: BaseException | None = failed
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    gc.collect()
+    raise failed

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
+from emulation.arguments import check_count, one_of
 from emulation.oracle import large, readable
 from emulation.oracle.large import float64_attention, float64_gradients
 from emulation.oracle.result import (
@@ -87,10 +88,9 @@ def attention(
     np.True_
     """
     problem = Problem.of(q, k, v, scale=scale, causal=causal, window=window, softcap=softcap)
-    _check_count(certified_rows)
+    check_count("certified_rows", certified_rows, 0)
     index = check_rows(rows, problem.n_q)
     refuse_nonfinite(problem)
-    check_range(problem)
     tier = _choose(tier, problem, len(index), full=rows is None)
     if tier == "mpmath":
         exact = readable.forward(problem, index)
@@ -145,7 +145,7 @@ def attention_vjp(
     ((2, 2), True, True)
     """
     problem = Problem.of(q, k, v, scale=scale, causal=causal, window=window, softcap=softcap)
-    _check_count(certified_rows)
+    check_count("certified_rows", certified_rows, 0)
     refuse_nonfinite(problem)
     grad, grad_lse = check_cotangents(problem, dout, dlse)
     check_range(problem, grad, grad_lse)
@@ -173,15 +173,9 @@ def has_flint() -> bool:
         return False
 
 
-def _check_count(certified_rows: Any) -> None:
-    if isinstance(certified_rows, bool) or not isinstance(certified_rows, int | np.integer):
-        raise TypeError(f"certified_rows: got {certified_rows!r}, must be an integer >= 0")
-    if certified_rows < 0:
-        raise ValueError(f"certified_rows: got {certified_rows}, must be an integer >= 0")
-
-
 def _choose(tier: Any, problem: Problem, rows: int, *, full: bool) -> Tier:
     """The tier to use; refuses sizes that would take too long."""
+    one_of("tier", tier, get_args(Tier))
     if tier == "auto":
         return "arb" if problem.heads * rows * problem.n_k <= SMALL and has_flint() else "float64"
     longest = max(rows, problem.n_k)
@@ -198,8 +192,6 @@ def _choose(tier: Any, problem: Problem, rows: int, *, full: bool) -> Tier:
                 f'tier: "arb" takes N <= {certified.LARGEST}, got {longest}; '
                 'give rows= to `attention`, or take "float64"'
             )
-    elif tier != "float64":
-        raise ValueError(f'tier: got {tier!r}, must be "auto", "mpmath", "arb" or "float64"')
     return tier  # type: ignore[no-any-return]
 
 

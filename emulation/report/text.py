@@ -278,7 +278,8 @@ def headline(attribution: Attribution) -> str:
     parts += [f"{100 * shares[n]:.0f} % from {_say(n)}" for n in big[1:]]
     start = ", ".join(parts[:-1]) + " and " + parts[-1] if len(parts) > 1 else "".join(parts)
     rest = sum(s for n, s in shares.items() if n not in big and n != "rescale")
-    tail = f"everything else together {percent(rest)}"
+    # To the precision of the groups above: a sum of what is left over would be a figure of noise.
+    tail = f"everything else together {percent(rest) if abs(rest) >= 5e-4 else 'below 0.05 %'}"
     if "rescale" in shares and "rescale" not in big:
         tail = f"rescaling contributes {percent(shares['rescale'])}, {tail}"
     elif "rescale" not in shares and attribution.plan is not None:
