@@ -1,11 +1,13 @@
 """Planted bugs and correct kernels before the judge: what is found, named, and wrongly accused.
 
     python -m bench.explain [--data FOLDER] [--workers 2]     the table (bench/results/explain.json)
-    python -m bench.explain --gpu [--elements 1e8]            bits of public kernels on a GPU
+    python -m bench.explain --gpu [--elements 2e8]            bits of public kernels on a GPU
 
 Every bug of `bench.bugs` on six inputs (bfloat16 and float16 by turns, one of them real
-activations); correct outputs of emulated FlashAttention-3 and -2, cuDNN, the memory-efficient
-kernel, unfused fp32 and cuflash, forward and gradients, on every kind of input and on the captures.
+activations), on which the judge was tuned; and, counted apart, those of `bench.held_out`; correct
+outputs of emulated FlashAttention-3 and -2, cuDNN, the memory-efficient kernel, PyTorch's "math",
+Triton's tutorial, unfused fp32 and cuflash, forward and gradients, on every kind of input and on the
+captures.
 Beside it what allclose finds by PyTorch's default rule, by atol = 1e-2, and by FlashAttention's.
 """
 
@@ -24,7 +26,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.bugs import CAPPED, CAUSAL, FULL, NARROW, WIDE, WINDOW, Bug, Setting, bugs
+from bench import held_out
+from bench import bugs as in_sample
+from bench.bugs import CAPPED, CAUSAL, FULL, NARROW, WIDE, WINDOW, Bug, Setting
 from bench.common import captures, write
 from bench.planted import Mistakes, backward, forward
 from emulation import Problem, default_plan, flash, flash_vjp, plan_of, standard
@@ -39,8 +43,9 @@ INPUTS = (
     ("normal", "bfloat16"), ("outlier", "float16"), ("sink", "bfloat16"),
     ("one-signed", "float16"), ("rising", "bfloat16"), ("capture", "float16"),
 )  # fmt: skip
-KERNELS = ("fa3", "fa2", "cudnn", "efficient", "cuflash", "unfused fp32")
+KERNELS = ("fa3", "fa2", "cudnn", "efficient", "math", "triton", "cuflash", "unfused fp32")
 CORRECT = (CAUSAL, FULL, NARROW, WIDE, WINDOW, CAPPED)
+HELD = held_out.CORRECT
 
 
 def inputs(kind: str, dtype: str, s: Setting, seed: int = 5) -> tuple[Array, Array, Array, Array]:
@@ -127,18 +132,21 @@ def planted(bug: Bug, arrays: Any, masks: dict[str, Any]) -> dict[str, Any]:
     return {"out": out, "lse": lse}
 
 
-def of_setting(task: tuple[Setting, str, str]) -> dict[str, list[dict[str, Any]]]:
-    """All bugs of a setting, and the correct kernels, on one input."""
-    setting, kind, dtype = task
+def of_setting(task: tuple[Setting, str, str, bool, Path | None]) -> dict[str, Any]:
+    """All bugs of a setting, and the correct kernels, on one input, in-sample or held out."""
+    setting, kind, dtype, held, folder = task
     masks = dict(setting.masks)
-    arrays = inputs(kind, dtype, setting)
+    if held:
+        arrays, every, settings = held_out.inputs(kind, dtype, setting, folder), held_out, HELD
+    else:
+        arrays, every, settings = inputs(kind, dtype, setting), in_sample, CORRECT
     q, k, v, dout = arrays
     case = Case(Problem.of(q, k, v, **masks))
     half = standard(q, k, v, state=dtype, **masks)[0]
     exact = run(case.problem, NOTHING, np.arange(case.problem.n_q)).out
     right = kernel("planted", q, k, v, masks)[0]
     found, correct = [], []
-    for bug in (b for b in bugs() if b.setting == setting):
+    for bug in (b for b in every.bugs() if b.setting == setting):
         start = time.perf_counter()
         given = planted(bug, arrays, masks)
         with np.errstate(all="ignore"):
@@ -146,20 +154,20 @@ def of_setting(task: tuple[Setting, str, str]) -> dict[str, list[dict[str, Any]]
         names = {v_.named, *(s.split(" (")[0] for s in v_.same)}
         same = float(np.mean(given["out"].astype(np.float32) == right.astype(np.float32)))
         found.append({
-            "suspect": bug.suspect, "strength": bug.strength, "input": kind, "dtype": dtype,
+            "of": bug.of, "suspect": bug.suspect, "strength": bug.strength, "input": kind, "dtype": dtype,
             "found": not v_.is_rounding, "named": bug.suspect in names, "as": v_.named,
             "equal bits": same if bug.of == "forward" else None,
             "beyond the bound": max((j.outside for j in v_.judgements.values()), default=0),
             "rules": rules(given["out"], exact, half) if bug.of == "forward" else None,
             "seconds": round(time.perf_counter() - start, 2),
         })  # fmt: skip
-    for name in (*KERNELS, "planted") if setting in CORRECT else ():
+    for name in (*KERNELS, "planted") if setting in settings else ():
         out, lse = kernel(name, q, k, v, masks)
         given = {"out": out, "lse": lse}
         if name in ("fa3", "cuflash", "unfused fp32"):
             given |= {"grads": gradients(name, arrays, masks), "dout": dout}
         correct.append(_correct(case, name, f"{kind}, {masks}, D {setting.d}", dtype, given, half))
-    return {"bugs": found, "correct": correct}
+    return {"bugs": found, "correct": correct, "held": held}
 
 
 def _correct(
@@ -210,9 +218,10 @@ def of_capture(task: tuple[str, str, Array, Array, Array, bool]) -> dict[str, An
 def work(folder: Path | None) -> list[tuple[Any, Any]]:
     """(function, argument) of every task, the long ones first."""
     tasks: list[tuple[Any, Any]] = []
-    settings = list(dict.fromkeys(b.setting for b in bugs()))
-    for setting, (kind, dtype) in itertools.product(settings, INPUTS):
-        tasks.append((of_setting, (setting, kind, dtype)))
+    for held, every, kinds in ((False, in_sample, INPUTS), (True, held_out, held_out.INPUTS)):
+        settings = list(dict.fromkeys(b.setting for b in every.bugs()))
+        for setting, (kind, dtype) in itertools.product(settings, kinds):
+            tasks.append((of_setting, (setting, kind, dtype, held, folder)))
     for kind, dtype, causal in itertools.product(sorted(KINDS), ("float16", "bfloat16"), (0, 1)):
         tasks.append((of_kind, (kind, dtype, bool(causal))))
     for dtype in ("float16", "bfloat16"):
@@ -224,6 +233,9 @@ def work(folder: Path | None) -> list[tuple[Any, Any]]:
 
 def summary(found: list[dict[str, Any]], correct: list[dict[str, Any]]) -> dict[str, Any]:
     """Counts, and one line a bug."""
+    # A bug that changes no bit of this input is none.
+    idle = [r for r in found if r["equal bits"] == 1.0 and r["of"] != "lse"]
+    found = [r for r in found if r not in idle]
     table: dict[str, Any] = {}
     for row in found:
         line = table.setdefault(f"{row['suspect']}: {row['strength']}", Counter())
@@ -239,7 +251,7 @@ def summary(found: list[dict[str, Any]], correct: list[dict[str, Any]]) -> dict[
     forward_bugs = [row for row in found if row["rules"] is not None]
     names = ("torch.testing default", "atol=1e-2", "FlashAttention")
     return {
-        "bugs": len(table), "planted": len(found),
+        "bugs": len(table), "planted": len(found), "without effect": len(idle),
         "found": sum(r["found"] for r in found) / max(1, len(found)),
         "named": sum(r["named"] for r in found) / max(1, len(found)),
         "found by rules, of forward bugs": {
@@ -270,16 +282,18 @@ def main() -> int:
     parser.add_argument("--data", type=Path, help="folder of captures with manifest.json")
     parser.add_argument("--workers", type=int, default=max(1, os.cpu_count() or 1))
     parser.add_argument("--gpu", action="store_true", help="bits of public kernels on this GPU")
-    parser.add_argument("--elements", type=float, default=1e8, help="of O, with --gpu")
+    parser.add_argument("--elements", type=float, default=2e8, help="of O, with --gpu")
+    parser.add_argument("--seconds", type=float, default=240, help="about so long, with --gpu")
     chosen = parser.parse_args()
     if chosen.gpu:
         from bench import explain_gpu
 
-        code: int = explain_gpu.main(chosen.data, chosen.workers, int(chosen.elements))
-        return code
+        return explain_gpu.main(
+            chosen.data, chosen.workers, int(chosen.elements), chosen.seconds
+        )
     start = time.perf_counter()
-    found: list[dict[str, Any]] = []
-    correct: list[dict[str, Any]] = []
+    found: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
+    correct: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
     # Many small products: one thread a process, which libraries read when they are loaded.
     os.environ |= {f"{name}_NUM_THREADS": "1" for name in ("OPENBLAS", "OMP", "NUMBA")}
     context = multiprocessing.get_context("spawn")
@@ -287,17 +301,19 @@ def main() -> int:
         jobs = [pool.submit(f, x) for f, x in work(chosen.data)]
         for i, job in enumerate(jobs):
             part = job.result()
-            found += part["bugs"]
-            correct += part["correct"]
+            found[part.get("held", False)] += part["bugs"]
+            correct[part.get("held", False)] += part["correct"]
             print(f"{i + 1} of {len(jobs)}, {time.perf_counter() - start:.0f} s", flush=True)
-    figures = summary(found, correct) | {"seconds": round(time.perf_counter() - start, 1)}
-    for row in figures["missed or misnamed"]:
-        print("missed" if not row["found"] else "misnamed", row)
-    for row in figures["accused"]:
-        print("accused", row)
-    print({n: x for n, x in figures.items() if not isinstance(x, list | dict)})
+    figures: dict[str, Any] = {"seconds": round(time.perf_counter() - start, 1)}
+    for name, held in (("in-sample", False), ("held-out", True)):
+        part = figures[name] = summary(found[held], correct[held])
+        for row in part["missed or misnamed"]:
+            print(name, "missed" if not row["found"] else "misnamed", row)
+        for row in part["accused"]:
+            print(name, "accused", row)
+        print(name, {n: x for n, x in part.items() if not isinstance(x, list | dict)})
     print(write("explain", figures))
-    return int(bool(figures["false alarms"]))
+    return int(any(figures[n]["false alarms"] for n in ("in-sample", "held-out")))
 
 
 if __name__ == "__main__":

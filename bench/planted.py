@@ -6,7 +6,6 @@ to right, P rounded to the input format, its own masks, its own backward.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +30,7 @@ class Mistakes:
     rescaled. divide: how often. p: format of P, p_after: of the divided P. inputs: formats of q, k,
     v. drop: dropout rate. lse: (lse, max, log l) to the result. Backward: delta factor, power of
     the scale, masked, every (head of a group counted), slope, dv_from_ds.
+    tile: keys a tile.
     """
 
     scale: Callable[[float, int], float] = lambda scale, d: scale
@@ -57,6 +57,7 @@ class Mistakes:
     every: bool = True
     slope: bool = True
     dv_from_ds: bool = False
+    tile: int = 64
 
 
 def to(x: Array, fmt: str | None) -> Array:
@@ -98,7 +99,7 @@ class Head:
 
 def head(
     m: Mistakes, q: Array, k: Array, v: Array, fmt: str, scale: float, causal: Any, window: Any,
-    softcap: float | None, rng: np.random.Generator, tile: int = 64,
+    softcap: float | None, rng: np.random.Generator,
 ) -> Head:  # fmt: skip
     """One head: q (N_q, D), k (N_k, D), v (N_k, D_v) float32 holding values of fmt."""
     n_q, n_k = len(q), len(k)
@@ -119,8 +120,8 @@ def head(
         s, seen = np.where(seen, s, F32(m.hidden)), np.ones_like(seen)
     top = np.full(n_q, -np.inf, F32)
     of_o, of_l = np.zeros((n_q, v.shape[1]), F32), np.zeros(n_q, F32)
-    for start in range(0, n_k, tile):
-        part = slice(start, start + tile)
+    for start in range(0, n_k, m.tile):
+        part = slice(start, start + m.tile)
         st = np.where(seen[:, part], s[:, part], F32(-np.inf))
         new = np.maximum(top, st.max(axis=1))
         base = np.where(np.isfinite(new), new, F32(0))
@@ -189,10 +190,9 @@ def backward(
         g = h // group
         args = (wide_q[h], wide_k[g], wide_v[g], fmt, scale)
         found = head(right, *args, causal, window, softcap, rng)
-        changed = dataclasses.replace(right, see=m.see)
-        p = head(changed, *args, causal, window, softcap, rng).p
-        if not m.masked:
-            p = np.exp(found.s - found.lse[:, None]).astype(F32)
+        seen = m.see(*mask_of(q.shape[1], k.shape[1], causal, window)) | (not m.masked)
+        lse = np.where(np.isfinite(found.lse), found.lse, F32(np.inf))
+        p = np.where(seen, np.exp(found.s - lse[:, None]), 0).astype(F32)
         do = wide_do[h]
         delta = F32(m.delta) * (do * found.out).sum(axis=1)
         ds = p * (do @ wide_v[g].T - delta[:, None])

@@ -90,7 +90,7 @@ def forward(
     x = np.maximum(ref.x_up[:, None], ref.up[:, None] - s.y + s.e)
     e = s.e + U * x + 2 * TINY + ref.alpha_e[:, None]
     apart = U * (np.abs(s.y) + s.e)  # s c rounded alone
-    if plan.score == "unfused":
+    if plan.score == "unfused" or plan.diagonal:
         e = e + apart
     elif plan.score == "scaled":  # two products, and log2 e as held
         held = abs(float(np.float32(LOG2E)) / LOG2E - 1) + 2.0**-51
@@ -208,7 +208,7 @@ def _lse_error(
     e_lg = LG2 * np.maximum(1.0, size)
     log2_l, r = size + e_lg, np.maximum(np.abs(ref.up), np.abs(ref.low))
     exact = LN2 * np.abs(s.lse2)
-    if plan.lse == "sum":
+    if plan.lse in ("sum", "log2f"):  # log2f errs by less than lg2
         e = e_log + e_lg
         return LN2 * (e + ((1 + U) ** 2 * (1 + ln2) - 1) * (np.abs(s.lse2) + e)) + TINY
     if plan.lse == "natural":  # logf errs by less than an ulp; r / log2 e by 2 U

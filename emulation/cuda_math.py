@@ -1,7 +1,7 @@
-"""CUDA's single-precision expf and logf (its default, not -use_fast_math), step by step.
+"""CUDA's single-precision expf, logf and log2f (its default, not -use_fast_math), step by step.
 
-Both are short sequences of fp32 operations that the compiler writes out in place: kernels that call
-`expf` or `logf` have these bits.
+All are short sequences of fp32 operations that the compiler writes out in place: kernels that call
+them have these bits.
 """
 
 from __future__ import annotations
@@ -30,6 +30,52 @@ _LOG1P = tuple(
 )  # fmt: skip
 _LN2 = np.array(0x3F317218, np.uint32).view(F)
 
+#: Of log2f: the square root of 1/2 starts the octave; coefficients of log2(1 + f) / f - log2 e.
+_ROOT_HALF = 0x3F3504F3
+_LOG2P = tuple(
+    np.array(x, np.uint32).view(F)
+    for x in (
+        0x3DC6B27F, 0xBE2C7F30, 0x3E2FCF2A, 0xBE374E43, 0x3E520BF4, 0xBE763C8B, 0x3E93BF99,
+        0xBEB8AA49, 0x3EF6384A, 0xBF38AA3B,
+    )
+)  # fmt: skip
+
+
+def _octave(x: Any, start: int) -> tuple[Any, Any, Any]:
+    """x (float32) = 2^e (1 + f), 1 + f from the number with the bits `start` on; e a float32.
+
+    Subnormal numbers are scaled first: bits and exponent of what is left.
+    """
+    xp = rounding.namespace(x)
+    small = x < F(2.0**-126)
+    bits = xp.where(small, rounding.mul(x, F(2.0**23)), x).view(np.int32).astype(np.int64)
+    octave = (bits - start) >> 23
+    f = rounding.sub((bits - (octave << 23)).astype(np.int32).view(np.float32), F(1))
+    return octave.astype(np.float32) + xp.where(small, F(-23), F(0)), f, xp
+
+
+def _special(x: Any, y: Any, xp: Any) -> Any:
+    """The logarithm y of x, with what it is at 0, infinity, NaN and below 0."""
+    y = xp.where(x == np.inf, F(np.inf), y)
+    y = xp.where(x == 0, F(-np.inf), y)
+    return xp.where((x < 0) | xp.isnan(x), F(np.nan), y)
+
+
+def log2f(x: Any) -> Any:
+    """log2(x) of a float32 array as CUDA's log2f gives it: below one ulp of error.
+
+    >>> [float(y) for y in log2f(np.float32([8.0, 0.0, np.inf]))]
+    [3.0, -inf, inf]
+    """
+    x = rounding.namespace(x).asarray(x, dtype=np.float32)
+    with np.errstate(all="ignore"):
+        e, f, xp = _octave(x, _ROOT_HALF)
+        r = xp.full_like(f, _LOG2P[0])
+        for c in _LOG2P[1:]:
+            r = rounding.fma(r, f, c)
+        r = rounding.fma(f, _LOG2E_HIGH, rounding.mul(f, rounding.mul(f, r)))
+        return _special(x, rounding.add(e, r), xp)
+
 
 def logf(x: Any) -> Any:
     """ln(x) of a float32 array as CUDA's logf gives it: below one ulp of error.
@@ -39,23 +85,14 @@ def logf(x: Any) -> Any:
     >>> [float(y) for y in logf(np.float32([1.0, 0.0, np.inf]))]
     [0.0, -inf, inf]
     """
-    xp = rounding.namespace(x)
-    x = xp.asarray(x, dtype=np.float32)
+    x = rounding.namespace(x).asarray(x, dtype=np.float32)
     with np.errstate(all="ignore"):
-        small = x < F(2.0**-126)
-        a = xp.where(small, rounding.mul(x, F(2.0**23)), x)
-        bits = a.view(np.int32).astype(np.int64)
-        octave = (bits - _TWO_THIRDS) >> 23
-        f = rounding.sub((bits - (octave << 23)).astype(np.int32).view(np.float32), F(1))
-        e = octave.astype(np.float32) + xp.where(small, F(-23), F(0))
+        e, f, xp = _octave(x, _TWO_THIRDS)
         r = xp.full_like(f, _LOG1P[0])
         for c in _LOG1P[1:]:
             r = rounding.fma(r, f, c)
         r = rounding.fma(rounding.mul(r, f), f, f)
-        y = rounding.fma(e, _LN2, r)
-        y = xp.where(x == np.inf, F(np.inf), y)
-        y = xp.where(x == 0, F(-np.inf), y)
-        return xp.where((x < 0) | xp.isnan(x), F(np.nan), y)
+        return _special(x, rounding.fma(e, _LN2, r), xp)
 
 
 def expf(x: Any) -> Any:

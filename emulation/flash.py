@@ -6,7 +6,6 @@ of a tile comes out of it bit for bit as it went in (alpha = 1, P = 0).
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from emulation import rounding, split
+from emulation import rounding
 from emulation.arguments import check_progress
 from emulation.machine import Machine, Node
 from emulation.plan import Numerics, Plan, default_plan
 from emulation.problem import Array, Problem, numpy_dtype
+from emulation.row_sum import column, join, lane_sum, row_sum
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
@@ -41,7 +41,7 @@ def arithmetic_of(plan: Plan) -> dict[str, Any]:
     return {
         "arch": plan.arch,
         "step": plan.step,
-        "fmt": plan.format,
+        "fmt": plan.format if plan.algorithm == "tiled" else "float32",
         "wide": plan.wide,
         "state": plan.state,
         "exp2": plan.numerics.exp2,
@@ -62,6 +62,7 @@ class Constants:
     softcap: Node | None  # turns a score into the argument of tanh; the score is then in [-1, 1]
     c_ln2: Node
     log2e: Node
+    root: Node  # of the scale
 
 
 def constants(m: Machine, problem: Problem) -> Constants:
@@ -77,6 +78,7 @@ def constants(m: Machine, problem: Problem) -> Constants:
         else m.constant("softcap", 2.0 * LOG2E * problem.scale / problem.softcap),
         c_ln2=m.constant("LSE", float(np.float32(unit * LOG2E)) * LN2),
         log2e=m.constant("score scaling", LOG2E),
+        root=m.constant("score scaling", math.sqrt(problem.scale)),
     )
 
 
@@ -93,11 +95,6 @@ def visible(columns: Array, lo: Array, hi: Array) -> Array:
     """(R, T) mask: column inside the row's band."""
     seen: Array = (columns >= lo[:, None]) & (columns < hi[:, None])
     return seen
-
-
-def column(m: Machine, x: Node) -> Node:
-    """(R,) -> (R, 1)."""
-    return m.take(x, (slice(None), None))
 
 
 def tiles(n_k: int, tile_n: int, direction: str, first: int, last: int) -> Iterator[slice]:
@@ -196,92 +193,21 @@ def _alpha(m: Machine, plan: Plan, const: Constants, old: Reference, new: Refere
 
 
 def _probabilities(
-    m: Machine, plan: Plan, const: Constants, s: Node, ref: Reference, seen: Array
-) -> tuple[Node, Node]:
-    """x = s c - r and P = 2^x, P = 0 where not seen."""
+    m: Machine, plan: Plan, const: Constants, s: Node, ref: Reference, seen: Array,
+    diagonal: Array | None = None,
+) -> tuple[Node, Node]:  # fmt: skip
+    """x = s c - r and P = 2^x, P = 0 where not seen. diagonal (R,): rows not to be fused."""
     r = column(m, ref.r)
-    wide = abs(m.value(r)) >= WIDE_REFERENCE
-    apart = plan.score in ("unfused", "scaled")
-    if apart or (plan.score == "guarded" and bool(wide.any())):
+    every = plan.score in ("unfused", "scaled")
+    apart = abs(m.value(r)) >= WIDE_REFERENCE if diagonal is None else diagonal[:, None]
+    if every or ((plan.score == "guarded" or plan.diagonal) and bool(apart.any())):
         x = m.sub("exponent argument", _log2_units(m, plan, const, s), r)
-        if plan.score == "guarded":
+        if not every:
             fused = m.fma("exponent argument", s, const.c, m.map(r, np.negative))
-            x = m.select(wide, x, fused)
+            x = m.select(apart, x, fused)
     else:
         x = m.fma("exponent argument", s, const.c, m.map(r, np.negative))
     return x, m.exp2("exp2", x, seen)
-
-
-def _lanes(m: Machine, p: Node) -> list[Node]:
-    """The entries of a tile in the order in which the four lanes of a quad add them: a list of (R,
-    4).
-    """
-    rows, width = m.value(p).shape
-    pad = -width % 8
-
-    def quads(x: Array) -> Array:
-        xp = rounding.namespace(x)
-        x = xp.concatenate([x, xp.zeros((rows, pad), x.dtype)], axis=1) if pad else x
-        return x.reshape(rows, -1, 4, 2)
-
-    p = m.map(p, quads)
-    every = slice(None)
-    return [m.take(p, (every, j, every, e)) for j in range((width + pad) // 8) for e in (0, 1)]
-
-
-def lane_sum(m: Machine, name: str, p: Node) -> Node:
-    """Lane sums of one tile (R, T) -> (R, 4)."""
-    first, *rest = _lanes(m, p)
-    t = first
-    for p_j in rest:
-        t = m.add(name, t, p_j)
-    return t
-
-
-def _alone(m: Machine, l_row: Node) -> Node:
-    """l of a row (R,) as the first of four lanes (R, 4), which joining does not round."""
-
-    def stacked(x: Array) -> Array:
-        xp = rounding.namespace(x)
-        found: Array = xp.stack([x, *(xp.zeros_like(x) for _ in range(3))], axis=1)
-        return found
-
-    return m.map(l_row, stacked)
-
-
-def _row_sum(m: Machine, plan: Plan, lanes: Node, alpha: Node | None, p: Node) -> Node:
-    """l = l alpha + sum of P, four lanes (R, 4), in the Plan's order."""
-    if plan.row_sum_order in ("joined", "groups"):
-        l_row = m.take(lanes, (slice(None), 0))
-        width = m.value(p).shape[1]
-        if plan.row_sum_order == "joined":
-            t = join(m, plan, "row sum", lane_sum(m, "row sum", p))
-            a = np.float32(1) if alpha is None else alpha
-            return _alone(m, m.fma("row sum", l_row, a, t, product="rescale of l"))
-        if alpha is not None:
-            l_row = m.mul("rescale of l", l_row, alpha)
-        for start in range(0, width, 32):
-            group = m.take(p, (slice(None), slice(start, start + 32)))
-            t = join(m, plan, "row sum", lane_sum(m, "row sum", group))
-            l_row = m.add("row sum", l_row, t)
-        return _alone(m, l_row)
-    a = np.float32(1) if alpha is None else column(m, alpha)
-    if plan.row_sum_order == "tile":
-        t = lane_sum(m, "row sum", p)
-        return m.fma("row sum", lanes, a, t, product="rescale of l")
-    first, *rest = _lanes(m, p)
-    lanes = m.fma("row sum", lanes, a, first, product="rescale of l")
-    for p_j in rest:
-        lanes = m.add("row sum", lanes, p_j)
-    return lanes
-
-
-def join(m: Machine, plan: Plan, name: str, lanes: Node) -> Node:
-    """The four lanes of a quad added in the Plan's order: (R, 4) -> (R,)."""
-    l0, l1, l2, l3 = (m.take(lanes, (slice(None), g)) for g in range(4))
-    if plan.join == "02+13":
-        l1, l2 = l2, l1
-    return m.add(name, m.add(name, l0, l1), m.add(name, l2, l3))
 
 
 def halves(m: Machine, plan: Plan, name: str, x: Node) -> list[Node]:
@@ -351,11 +277,14 @@ def flash_rows(
         seen = seen_of(tile)
         s = scores(m, const, q, m.input(k[tile]))
         old, ref = ref, _follow(m, plan, const, ref, s, seen)
-        x, p = _probabilities(m, plan, const, s, ref, seen)
+        diagonal = None
+        if plan.diagonal:
+            diagonal = tile.start >= (hi - 1) // plan.diagonal * plan.diagonal
+        x, p = _probabilities(m, plan, const, s, ref, seen, diagonal)
         if plan.numerics.reference == "stale":
             ref, p = _redo(m, plan, const, ref, s, x, p, seen)
         alpha = _alpha(m, plan, const, old, ref)
-        lanes = _row_sum(m, plan, lanes, alpha, p)
+        lanes = row_sum(m, plan, lanes, alpha, p)
         parts = halves(m, plan, "P rounding", p)
         if plan.numerics.row_sum == "rounded":
             if plan.rounded_sum == "matrix":
@@ -365,7 +294,7 @@ def flash_rows(
                 )
             else:
                 p_seen = parts[0] if len(parts) == 1 else m.add("row sum", parts[0], parts[1])
-                rounded_lanes = _row_sum(m, plan, rounded_lanes, alpha, p_seen)
+                rounded_lanes = row_sum(m, plan, rounded_lanes, alpha, p_seen)
         v_t = m.transpose(m.input(v[tile]))
         if plan.finish == "fold":
             ends = sees & (hi > tile.start) & (hi <= tile.start + plan.tile_n)
@@ -451,10 +380,10 @@ def _lse(m: Machine, plan: Plan, const: Constants, ref: Reference, l_exact: Node
         ln_l = m.log("LSE", l_exact)
         of_r = value.div("LSE", m.value(ref.r), value.constant("LSE", LOG2E))
         return m.linear("LSE", value.add("LSE", of_r, m.value(ln_l)), (LN2, ref.r), (1.0, ln_l))
-    log2_l = m.log2("LSE", l_exact)
+    log2_l = m.log2("LSE", l_exact, "cuda" if plan.lse == "log2f" else "hardware")
     ln2 = value.constant("LSE", LN2)
     l2, r, top = m.value(log2_l), m.value(ref.r), m.value(ref.m)
-    if plan.lse == "sum":
+    if plan.lse in ("sum", "log2f"):
         lse = value.mul("LSE", value.add("LSE", r, l2), ln2)
     elif plan.lse == "reference":
         lse = value.fma("LSE", r, ln2, value.mul("LSE", l2, ln2))
@@ -462,26 +391,6 @@ def _lse(m: Machine, plan: Plan, const: Constants, ref: Reference, l_exact: Node
         factor = m.value(const.scale if plan.lse == "scale" else const.c_ln2)
         lse = value.fma("LSE", top, factor, value.mul("LSE", l2, ln2))
     return m.linear("LSE", lse, (LN2, ref.r), (LN2, log2_l))
-
-
-def split_rows(
-    m: Machine, plan: Plan, const: Constants, q: Node, k: Array, v: Array, lo: Array, hi: Array
-) -> Rows:
-    """`flash_rows` in plan.splits ranges of keys, merged. Values only: no errors are tracked."""
-    xp = rounding.namespace(lo)
-    count = -(-k.shape[0] // plan.tile_n)
-    each = -(-count // plan.splits) * plan.tile_n
-    part = dataclasses.replace(plan, splits=1)
-    found = []
-    for start in range(0, plan.splits * each, each):
-        low, high = (xp.clip(x, start, start + each) for x in (lo, hi))
-        some = high > low
-        low, high = xp.where(some, low, 0), xp.where(some, high, 0)
-        found.append(flash_rows(m, part, const, q, k, v, low, high))
-    lses = [xp.where(r.started, r.lse, xp.float32(-np.inf)) for r in found]
-    o, lse = split.merge([r.o for r in found], lses)
-    out_format = plan.format if plan.numerics.out == "input" else "float32"
-    return Rows(o, m.cast("output cast", o, out_format), lse, hi > lo)
 
 
 def row_blocks(n_q: int, rows: int = ROWS) -> Iterator[slice]:
@@ -502,6 +411,8 @@ def resolve_plan(
         raise TypeError(f"plan: got {type(plan).__name__}, must be a Plan or None")
     if plan.format != problem.dtype:
         raise ValueError(f"plan: format {plan.format}, must be {problem.dtype} like q")
+    if plan.algorithm == "unfused" and problem.softcap is not None:
+        raise ValueError(f"softcap: got {problem.softcap}, must be None with an unfused plan")
     return plan
 
 
@@ -553,6 +464,8 @@ class Forward:
 
 def flash_forward(problem: Problem, plan: Plan, progress: Progress | None = None) -> Forward:
     """`flash` on a checked problem, heads flattened, with O as it was before rounding."""
+    from emulation.walks import walk_of  # its walks are built of the steps above
+
     xp = rounding.namespace(problem.q)
     m = machine_of(plan)
     const = constants(m, problem)
@@ -563,7 +476,7 @@ def flash_forward(problem: Problem, plan: Plan, progress: Progress | None = None
     o = xp.zeros((heads, n_q, d_v), np.float32)
     lse = xp.full((heads, n_q), -np.inf, np.float32)
     blocks = list(row_blocks(n_q))
-    walk = flash_rows if plan.splits == 1 else split_rows
+    walk = walk_of(plan)
     for h in range(heads):
         k, v = problem.k[problem.kv_head(h)], problem.v[problem.kv_head(h)]
         for i, block in enumerate(blocks):

@@ -108,6 +108,13 @@ class BackwardPlan:
 
     #: Queries per tile: where promoted sums and split products are cut.
     tile_m: int = 64
+    #: Order in which the tiles of queries are added to dK and dV (of one head after the other).
+    queries: Literal["ascending", "descending"] = "ascending"
+    #: x = fma(s, c, -rn(LSE log2 e)), or rn(rn(s c) - rn(LSE log2 e)).
+    score: Literal["fused", "unfused"] = "fused"
+    #: Threads that share a row of delta = rowsum(dO O), eight columns at a time in turn; each adds
+    #: its columns in ascending order, and they join by halves. 0: as many as there are eights.
+    delta_threads: int = 0
     #: Keys per tile: one product of dS and K from zero, then added to dQ in fp32.
     tile_n: int = 128
     #: Order in which the key tiles' products are added to dQ.
@@ -117,6 +124,11 @@ class BackwardPlan:
         _check_choices(self, "plan.backward")
         for name in ("tile_m", "tile_n"):
             _hold_tile(self, name, f"plan.backward.{name}")
+        threads = _hold_integer(self, "delta_threads", "plan.backward.delta_threads")
+        if threads not in (0, 1, 2, 4, 8, 16, 32):
+            raise ValueError(
+                f"plan.backward.delta_threads: got {echo(threads)}, must be 0, 1, 2, 4, 8, 16 or 32"
+            )
 
 
 def _hold_integer(plan: Any, name: str, what: str) -> int:
@@ -147,6 +159,9 @@ class Plan:
     """
 
     numerics: Numerics = field(default_factory=Numerics)
+    #: "tiled": the online softmax, tile after tile. "unfused": whole rows in fp32, as PyTorch's
+    #: "math" path has them (`unfused`); of the fields below only format and splits = 1 count.
+    algorithm: Literal["tiled", "unfused"] = "tiled"
     #: Format of q, k, v, and of P unless it is split.
     format: Literal["float16", "bfloat16", "float32"] = "bfloat16"
     #: Whose tensor-core rule (`tensor_core.RULES`).
@@ -165,6 +180,9 @@ class Plan:
     #: Of the forward only. The backward subtracts LSE, always fused, and has no such guard: LSE is
     #: as coarse, 2^x may overflow there, and gradients of such rows may be NaN.
     score: Literal["guarded", "fused", "unfused", "scaled"] = "guarded"
+    #: Of a fused score: not fused in tiles that start at or behind the last key that a row sees,
+    #: its number rounded down to a multiple of this (a causal kernel's masked tiles); 0: nowhere.
+    diagonal: int = 0
     #: Argument of alpha: rn(r_old - r_new) of the references, or rn(rn(m_old - m_new) c) of the
     #: maxima.
     alpha: Literal["references", "maxima"] = "references"
@@ -181,10 +199,11 @@ class Plan:
     #: O: "multiply": acc rn(1 / l). "fold", of promoted sums: the last tile's product is joined as
     #: fma(1 / l, product, rn(rn(1 / l alpha) acc)).
     finish: Literal["multiply", "fold"] = "multiply"
-    #: LSE: "sum": rn(rn(r + lg2 l) ln2). With w = rn(lg2(l) ln2): "scale": fma(m, scale, w);
+    #: LSE: "sum": rn(rn(r + lg2 l) ln2); "log2f": the same with CUDA's log2f for lg2. With w =
+    #: rn(lg2(l) ln2): "scale": fma(m, scale, w);
     #: "c ln2": fma(m, rn(c ln2), w); "reference": fma(r, ln2, w). "natural": rn(rn(r / log2 e) +
     #: logf(l)), CUDA's logf.
-    lse: Literal["sum", "scale", "c ln2", "reference", "natural"] = "sum"
+    lse: Literal["sum", "log2f", "scale", "c ln2", "reference", "natural"] = "sum"
     #: Ranges of whole tiles of keys, each walked on its own and normalised; their fp32 results are
     #: merged by LSE (`split.merge`). 1: all keys in one walk.
     splits: int = 1
@@ -223,6 +242,14 @@ class Plan:
                 "plan.finish: got 'fold', must be \"multiply\" unless sums are promoted and l is "
                 "of the unrounded P"
             )
+        if _hold_integer(self, "diagonal", "plan.diagonal") < 0 or (
+            self.diagonal and (self.score, reference) != ("fused", "row-max")
+        ):
+            raise ValueError(
+                f"plan.diagonal: got {echo(self.diagonal)}, must be 0, or positive with a fused "
+                "score under the row's max"
+            )
+        self._check_unfused()
         if _hold_integer(self, "splits", "plan.splits") < 1:
             raise ValueError(f"plan.splits: got {echo(self.splits)}, must be an integer >= 1")
         _hold_integer(self, "stale_limit", "plan.stale_limit")
@@ -231,6 +258,16 @@ class Plan:
             raise ValueError(
                 f"plan.stale_limit: got {self.stale_limit}, must be 1 to {most} in {self.format}"
             )
+
+    def _check_unfused(self) -> None:
+        """An unfused Plan walks no tiles, and keeps float32."""
+        if self.algorithm == "tiled":
+            return
+        for name, value, wanted in (
+            ("splits", self.splits, 1), ("state", self.state, "float32"), ("wide", self.wide, "fma")
+        ):  # fmt: skip
+            if value != wanted:
+                raise ValueError(f"plan.{name}: got {value!r}, must be {wanted!r} if unfused")
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict, the inverse of `from_json`.

@@ -1,13 +1,18 @@
-"""The merge of split keys (FlashAttention-2): parts of O, each normalised, joined by their LSE."""
+"""Split keys (FlashAttention-2): ranges walked on their own, normalised, joined by their LSE."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 
 from emulation import rounding
 from emulation.cuda_math import expf, logf
+from emulation.flash import Constants, Rows, flash_rows
+from emulation.machine import Machine, Node
+from emulation.plan import Plan
+from emulation.problem import Array
 
 
 def merge(parts: list[Any], lses: list[Any]) -> tuple[Any, Any]:
@@ -39,3 +44,23 @@ def merge(parts: list[Any], lses: list[Any]) -> tuple[Any, Any]:
         weight = xp.where(seen, expf(rounding.sub(x, lse)), xp.float32(0))
         o = rounding.fma(weight[:, None], part, o)
     return o, xp.where(seen, lse, xp.float32(-np.inf))
+
+
+def split_rows(
+    m: Machine, plan: Plan, const: Constants, q: Node, k: Array, v: Array, lo: Array, hi: Array
+) -> Rows:
+    """`flash_rows` in plan.splits ranges of keys, merged. Values only: no errors are tracked."""
+    xp = rounding.namespace(lo)
+    count = -(-k.shape[0] // plan.tile_n)
+    each = -(-count // plan.splits) * plan.tile_n
+    part = dataclasses.replace(plan, splits=1)
+    found = []
+    for start in range(0, plan.splits * each, each):
+        low, high = (xp.clip(x, start, start + each) for x in (lo, hi))
+        some = high > low
+        low, high = xp.where(some, low, 0), xp.where(some, high, 0)
+        found.append(flash_rows(m, part, const, q, k, v, low, high))
+    lses = [xp.where(r.started, r.lse, xp.float32(-np.inf)) for r in found]
+    o, lse = merge([r.o for r in found], lses)
+    out_format = plan.format if plan.numerics.out == "input" else "float32"
+    return Rows(o, m.cast("output cast", o, out_format), lse, hi > lo)

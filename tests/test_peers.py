@@ -130,7 +130,7 @@ def test_unknown_kernel() -> None:
     x = np.zeros((4, 16), np.float16)
     with pytest.raises(
         ValueError,
-        match=r"kernel: got 'fa9', must be one of 'fa3', 'fa2', 'cudnn', 'efficient', 'fa2-split'",
+        match=r"kernel: got 'fa9', must be one of 'fa3', 'fa2', 'cudnn', 'efficient', 'triton', ",
     ):
         plan_of("fa9", x, x, x)
     with pytest.raises(ValueError, match="q: dtype float32"):

@@ -23,12 +23,16 @@ COARSE = "P rounded to another format before normalisation"
 Found = tuple[Match | None, tuple[str, ...], tuple[Match, ...]]
 
 
-def random_errors(case: Case, seen: Observed, close: Index) -> fit.Noise | None:
-    """Random errors that are not rounding in the claimed formats: dropout, or half precision kept
-    between all steps.
+def random_errors(
+    case: Case, seen: Observed, close: Index, lse_wrong: bool = False
+) -> fit.Noise | None:
+    """Random errors that are not rounding in the claimed formats: dropout (which leaves LSE as it
+    is), or half precision kept between all steps.
     """
     near = case.near(close)
-    found = [fit.noise(seen, DROPOUT, near.spread / unit(case.problem.dtype))]
+    found = []
+    if not lse_wrong:
+        found = [fit.noise(seen, DROPOUT, near.spread / unit(case.problem.dtype))]
     found += [fit.noise(seen, HALF, near.half)]
     for fmt, sigma in near.coarse.items():
         found.append(fit.noise(seen, COARSE, sigma, fmt))

@@ -21,6 +21,7 @@ from emulation.explain.exact import (
     Index,
     Outcome,
     Slopes,
+    Wide,
     glance,
     run,
     run_backward,
@@ -30,8 +31,8 @@ from emulation.explain.suspects import suspects
 from emulation.plan import Plan
 from emulation.problem import Array, Problem
 
-#: Scores up to which every row is computed exactly (8192 x 8192 takes some seconds).
-WHOLE = 1 << 27
+#: Scores up to which every row is computed exactly (8192 x 8192 takes some seconds), and on a GPU.
+WHOLE, WHOLE_GPU = 1 << 27, 1 << 33
 #: Scores of the rows that get derived bounds and are compared with every suspect.
 CLOSE = 1 << 19
 #: Scores of the rows on which suspects are sorted out first.
@@ -52,11 +53,15 @@ class Theirs:
 class Case:
     """A checked, finite problem, not empty, and what is known of it.
 
-    plan: whose bounds are claimed; None is any correct kernel (`envelope`).
+    plan: whose bounds are claimed; None is any correct kernel (`envelope`). xp: the array module
+    that computes the exact values of all rows, NumPy or CuPy; the problem is NumPy's.
     """
 
-    def __init__(self, problem: Problem, plan: Plan | None = None, close: int = CLOSE) -> None:
-        self.problem, self.plan, self.close = problem, plan, close
+    def __init__(
+        self, problem: Problem, plan: Plan | None = None, close: int = CLOSE, xp: Any = np
+    ) -> None:
+        self.problem, self.plan, self.close, self.xp = problem, plan, close, xp
+        self._wide = Wide(problem)
         self._near: dict[bytes, Outcome] = {}
         self._bounds: dict[bytes, tuple[F64, F64]] = {}
         self._theirs: dict[tuple[str, str, str, bytes], Theirs] = {}
@@ -70,9 +75,10 @@ class Case:
     @functools.cached_property
     def rows(self) -> Index:
         """The rows that are computed exactly: all, or as many as time allows."""
-        if self.scores <= WHOLE:
+        limit = WHOLE if self.xp is np else WHOLE_GPU
+        if self.scores <= limit:
             return np.arange(self.problem.n_q)
-        return sampled(self.problem, self._count(WHOLE // 4))
+        return sampled(self.problem, self._count(limit // 4))
 
     def _count(self, cells: int) -> int:
         return max(16, cells // max(1, self.problem.heads * self.problem.n_k))
@@ -80,13 +86,13 @@ class Case:
     @functools.cached_property
     def whole(self) -> Glance:
         """Exact values of `rows`."""
-        return glance(self.problem, self.rows)
+        return glance(self.problem, self.rows, self.xp)
 
     def near(self, positions: Index) -> Outcome:
         """Exact values and expected errors of some positions in `rows`."""
         key = positions.tobytes()
         if key not in self._near:
-            self._near[key] = run(self.problem, NOTHING, self.rows[positions])
+            self._near[key] = run(self.problem, NOTHING, self.rows[positions], self._wide)
         return self._near[key]
 
     def close_rows(self, out: Array) -> Index:
@@ -138,7 +144,7 @@ class Case:
                 )
                 found = Theirs(out, sigma, whole.lse[:, positions])
             else:
-                got = run(self.problem, change, self.rows[positions])
+                got = run(self.problem, change, self.rows[positions], self._wide)
                 found = Theirs(got.out, got.sigma, got.lse)
             self._theirs[key] = found
         return self._theirs[key]

@@ -29,7 +29,7 @@ _ROUNDED = Numerics(reference="row-max", row_sum="rounded", delta="rounded")
 
 def family(problem: Problem) -> list[Plan]:
     """The Plans whose bounds the envelope takes the largest of."""
-    backward = BackwardPlan(tile_m=16, tile_n=16)
+    backward = BackwardPlan(tile_m=16, tile_n=16, score="unfused", delta_threads=1)
     half = problem.dtype != "float32"
     worst = Plan(
         numerics=_UNROUNDED,

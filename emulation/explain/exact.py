@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +24,10 @@ F64 = NDArray[np.float64]
 Index = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
-#: Scores held at once: 8 MB in float64.
-CELLS = 1 << 20
+#: Scores held at once: 8 MB in float64; on a GPU 512 MB.
+CELLS, CELLS_GPU = 1 << 20, 1 << 26
+#: Elements of q, k and v that are kept in float64 for the next change.
+KEPT = 1 << 24
 #: Mean square of the relative error of one rounding to nearest, in units of u^2, for significands
 #: spread as those of computed values are (their logarithms uniform): (2^2 / 12) (3/4) / (2 ln 2).
 ROUNDING = 0.18
@@ -109,9 +112,37 @@ class Weights:
     slope: F64 | None
 
 
-def blocks(rows: Index, n_k: int) -> Iterator[slice]:
+class Wide:
+    """Arrays of one problem in float64, converted once: most changes leave them as they are."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._own = (problem.k, problem.v)
+        self._keep = problem.k.size + problem.v.size <= KEPT
+        self._known: dict[tuple[int, int], F64] = {}
+        self._squares: dict[tuple[int, int], tuple[F64, F64]] = {}
+
+    def of(self, x: Array, g: int) -> F64:
+        """x[g]."""
+        if not (self._keep and any(x is own for own in self._own)):
+            return numbers(x[g])
+        key = (id(x), g)
+        if key not in self._known:
+            self._known[key] = numbers(x[g])
+        return self._known[key]
+
+    def squares(self, x: Array, g: int, v: F64) -> tuple[F64, F64]:
+        """v^2 and |v| of v = x[g] (as it is used)."""
+        key = (id(x), g)
+        if v is not self._known.get(key):
+            return v * v, np.abs(v)
+        if key not in self._squares:
+            self._squares[key] = (v * v, np.abs(v))
+        return self._squares[key]
+
+
+def blocks(rows: Index, n_k: int, cells: int = CELLS) -> Iterator[slice]:
     """Positions in `rows`, so many at a time that their scores fit."""
-    step = max(1, CELLS // max(1, n_k))
+    step = max(1, cells // max(1, n_k))
     for start in range(0, len(rows), step):
         yield slice(start, min(start + step, len(rows)))
 
@@ -198,10 +229,10 @@ def changed(problem: Problem, change: Change) -> tuple[Problem, Index]:
     return problem, np.arange(problem.heads) // problem.group
 
 
-def run(problem: Problem, change: Change, rows: Index) -> Outcome:
+def run(problem: Problem, change: Change, rows: Index, wide: Wide | None = None) -> Outcome:
     """Out, LSE and the expected error of the given rows of every head.
 
-    A change that moves rows of O computes all of them. Expected error, one element: P rounded to
+    A change that moves rows of O computes all of them. wide: of this problem. Expected error, one element: P rounded to
     the format (ROUNDING u^2 sum P^2 V^2), the output cast (ulp^2 / 12), and fp32 (every exponent
     errs by u32 (1 + |S|), with all P of one sign).
     """
@@ -217,23 +248,27 @@ def run(problem: Problem, change: Change, rows: Index) -> Outcome:
     lse_sigma = np.zeros(lse.shape)
     narrower = coarser(problem.dtype) if change is NOTHING else []
     coarse = {name: np.zeros(out.shape) for name in narrower}
-    values = {g: numbers(work.v[g]) for g in sorted(set(heads.tolist()))}
-    keys = {g: numbers(work.k[g]) for g in values}
+    wide = wide or Wide(problem)
+    last, k, v, v2, size_v = -1, *(np.zeros((0, 0)) for _ in range(4))
     with np.errstate(all="ignore"):
         for h in range(work.heads):
             g = int(heads[h])
-            q, k, v = numbers(work.q[h]), keys[g], _to(values[g], change.state)
+            if g != last:
+                last, k = g, wide.of(work.k, g)
+                v = _to(wide.of(work.v, g), change.state)
+                v2, size_v = wide.squares(work.v, g, v)
             for part in blocks(rows, len(k)):
-                w = weigh(work, change, q[rows[part]], k, rows[part], band)
+                q = numbers(work.q[h, rows[part]])
+                w = weigh(work, change, q, k, rows[part], band)
                 near = U32 * w.p * (1.0 + np.abs(np.where(w.seen, w.s, 0.0)))
                 out[h, part] = w.p @ v
-                square[h, part] = (w.p * w.p) @ (v * v)
-                size[h, part] = w.p @ np.abs(v)
-                slack[h, part] = near @ np.abs(v)
+                square[h, part] = (w.p * w.p) @ v2
+                size[h, part] = w.p @ size_v
+                slack[h, part] = near @ size_v
                 if change is NOTHING:
                     half[h, part] = _half_state(w, v, out[h, part])
                     for name, x in coarse.items():
-                        x[h, part] = np.sqrt(_coarse(w, name) @ (v * v))
+                        x[h, part] = np.sqrt(_coarse(w, name) @ v2)
                 row = near.sum(axis=1) + U32 * (1 + np.abs(np.where(w.lse > -np.inf, w.lse, 0.0)))
                 lse_sigma[h, part] = row
                 lse[h, part] = w.lse if change.lse is None else change.lse(w.lse, w.top)
@@ -293,38 +328,47 @@ class Glance:
     worst: F64
 
 
-def glance(problem: Problem, rows: Index) -> Glance:
-    """The exact values alone, of many rows: three products a block, over the keys that it sees."""
+def glance(problem: Problem, rows: Index, xp: Any = np) -> Glance:
+    """The exact values alone, of many rows: two products a block, over the keys that it sees.
+
+    xp: the array module that computes, NumPy or CuPy; the problem and the results are NumPy's.
+    """
     fmt = FORMATS[problem.dtype]
     u = fmt.unit_roundoff
     lo, hi = problem.band()
     out = np.zeros((problem.heads, len(rows), problem.d_v))
     lse, size = np.full(out.shape[:2], -np.inf), np.zeros(out.shape)
+    cells = CELLS if xp is np else CELLS_GPU
+    host = (lambda x: x) if xp is np else xp.asnumpy
+    last, k, values = -1, None, None
     with np.errstate(all="ignore"):
         for h in range(problem.heads):
             g = problem.kv_head(h)
-            q, k, v = numbers(problem.q[h]), numbers(problem.k[g]), numbers(problem.v[g])
-            values = np.concatenate([v, np.abs(v)], axis=1)
-            for part in blocks(rows, problem.n_k):
+            if g != last:
+                last, k, v = g, xp.asarray(numbers(problem.k[g])), xp.asarray(numbers(problem.v[g]))
+                values = xp.concatenate([v, xp.abs(v)], axis=1)
+            for part in blocks(rows, problem.n_k, cells):
                 at = rows[part]
                 some = hi[at] > lo[at]
                 if not some.any():
                     continue
-                first, last = int(lo[at][some].min()), int(hi[at].max())
-                s = q[at] @ k[first:last].T
+                start, stop = int(lo[at][some].min()), int(hi[at].max())
+                s = xp.asarray(numbers(problem.q[h, at])) @ k[start:stop].T
                 s *= problem.scale
                 if problem.softcap is not None:
-                    s = problem.softcap * np.tanh(s / problem.softcap)
-                j = np.arange(first, last)
-                if lo[at].max() > first or hi[at].min() < last:
-                    s[(j < lo[at][:, None]) | (j >= hi[at][:, None])] = -np.inf
-                top = np.where(some, s.max(axis=1), 0.0)
+                    s = problem.softcap * xp.tanh(s / problem.softcap)
+                if lo[at].max() > start or hi[at].min() < stop:
+                    j = xp.arange(start, stop)
+                    low, high = (xp.asarray(x[at])[:, None] for x in (lo, hi))
+                    s[(j < low) | (j >= high)] = -np.inf
+                seen = xp.asarray(some)
+                top = xp.where(seen, s.max(axis=1), 0.0)
                 s -= top[:, None]
-                np.exp(s, out=s)
-                total = np.where(some, s.sum(axis=1), 1.0)
-                both = s @ values[first:last] / total[:, None]
+                xp.exp(s, out=s)
+                total = xp.where(seen, s.sum(axis=1), 1.0)
+                both = host(s @ values[start:stop] / total[:, None])
                 out[h, part], size[h, part] = both[:, : problem.d_v], both[:, problem.d_v :]
-                lse[h, part] = np.where(some, top + np.log(total), -np.inf)
+                lse[h, part] = host(xp.where(seen, top + xp.log(total), -np.inf))
     return Glance(out, lse, u * (size + np.abs(out)) + fmt.smallest_subnormal)
 
 
@@ -341,7 +385,7 @@ class Slopes:
 def run_backward(problem: Problem, change: Change, dout: F64) -> Slopes:
     """Gradients of a computation whose forward, or backward alone, has a change.
 
-    Expected error: P and dS rounded to the format (independent), delta from a rounded O, the cast.
+    "mask" in change.backward: the backward alone sees change.sight, with the forward's LSE. Expected error: P and dS rounded to the format (independent), delta from a rounded O, the cast.
     """
     fmt = FORMATS[problem.dtype]
     work, heads = changed(problem, change)
@@ -356,8 +400,8 @@ def run_backward(problem: Problem, change: Change, dout: F64) -> Slopes:
     factor = work.scale ** {"scale missing": 0, "scale twice": 2}.get(
         next((w for w in wrong if w.startswith("scale")), ""), 1
     )
-    forward = dataclasses.replace(change, backward=frozenset())
-    unmasked = dataclasses.replace(forward, sight=lambda x: np.ones_like(x.seen))
+    other = dataclasses.replace(change, backward=frozenset())
+    forward = dataclasses.replace(other, sight=None) if "mask" in wrong else other
     last: dict[int, int] = {int(g): h for h, g in enumerate(heads)}
     with np.errstate(all="ignore"):
         for h in range(work.heads):
@@ -366,10 +410,10 @@ def run_backward(problem: Problem, change: Change, dout: F64) -> Slopes:
             for part in blocks(rows, len(k)):
                 w = weigh(work, forward, q[part], k, rows[part], band)
                 p = w.p
-                if "mask missing" in wrong:
-                    full = weigh(work, unmasked, q[part], k, rows[part], band)
+                if "mask" in wrong:
+                    full = weigh(work, other, q[part], k, rows[part], band)
                     lse = np.where(np.isfinite(w.lse), w.lse, np.inf)
-                    p = np.exp(full.s - lse[:, None])
+                    p = np.where(full.seen, np.exp(full.s - lse[:, None]), 0.0)
                 do = dout[h, part]
                 o = w.p @ v
                 dp, delta = do @ v.T, (do * o).sum(axis=1)

@@ -3,7 +3,8 @@
 Everything is judged in units of the expected error: with z = (out - exact) / sigma, rounding alone
 has a mean square of z near 1. A suspect whose exact result differs by d from the right one is
 looked for with a matched filter: the coefficient a that makes a d nearest to the error, with its
-standard error over rows (roundings of one row may hang together). Rounding gives 0, the suspect 1.
+standard error over rows or columns (roundings of one may hang together). Rounding gives 0, the
+suspect 1.
 """
 
 from __future__ import annotations
@@ -94,14 +95,11 @@ def match(seen: Observed, name: str, variant: str, theirs: F64, sigma: F64) -> M
         return None
     both = np.maximum(np.maximum(seen.sigma, sigma), 1e-300)
     error, d = (seen.out - seen.exact) / both, (theirs - seen.exact) / both
-    per_row = tuple(i for i in range(d.ndim) if i not in (0, 1))
-    energy = np.sum(d * d, axis=per_row)
-    size = float(energy.sum())
+    size = float(np.sum(d * d))
     if not size > APART**2:
         return None
-    along = np.sum(error * d, axis=per_row)
-    a = float(along.sum()) / size
-    deviation = float(np.sqrt(np.sum((along - a * energy) ** 2))) / size
+    a = float(np.sum(error * d)) / size
+    deviation = max(_deviation(error * d, d * d, a, axis) for axis in (1, 2))
     rest = seen.out - theirs
     before, after = (float(np.sum(np.minimum(x * x, CLIP))) for x in (error, error - d))
     outside = seen.outside
@@ -122,6 +120,20 @@ def match(seen: Observed, name: str, variant: str, theirs: F64, sigma: F64) -> M
         deviation=deviation,
         fits=chi <= FITS,
     )
+
+
+def _deviation(along: F64, energy: F64, a: float, axis: int) -> float:
+    """Standard error of a = sum(along) / sum(energy) if what lies along an axis hangs together: the
+    columns of a row, or (weights alike in all rows) the rows of a column. inf of fewer than two
+    such groups.
+    """
+    along, energy = (x.sum(axis=axis) for x in (along, energy))
+    size = float(energy.sum())
+    groups = size**2 / float(np.sum(energy * energy))
+    if not groups > 2.0:
+        return np.inf
+    spread = float(np.sqrt(np.sum((along - a * energy) ** 2))) / size
+    return spread * float(np.sqrt(groups / (groups - 1.0)))
 
 
 def ranked(found: Iterable[Match | None]) -> list[Match]:

@@ -18,6 +18,7 @@ from emulation.explain.fit import Observed
 from emulation.explain.verdict import KINDS, Judgement, Verdict, blocks
 from emulation.plan import Plan
 from emulation.problem import Array, Problem, dtype_name
+from emulation.rounding import namespace
 
 Progress = Callable[[str, float], None]
 
@@ -51,7 +52,8 @@ def explain(
 
     q (..., N_q, D), k, v and masks as in `flash`; out (..., N_q, D_v), lse (..., N_q) natural
     logarithm, grads: (dq, dk, dv) or a mapping of some of these names, for dout. Formats float16,
-    bfloat16, float32 (outputs may be float64). plan: whose bounds are claimed; None is any correct
+    bfloat16, float32 (outputs may be float64); NumPy or CuPy arrays: of q on a GPU every row's exact
+    value is computed there. plan: whose bounds are claimed; None is any correct
     kernel that keeps fp32 between its steps. arithmetic: say whose arithmetic it is; unknown: also
     search for an unknown kernel's (a minute). sources: attribute the rounding. rows: how many
     queries get derived bounds (None: all, or as many as are soon done). NaN and Inf in outputs are
@@ -70,8 +72,14 @@ def explain(
     >>> explain(q, k, v, out, lse=lse).named
     'mask not asked for'
     """
+    xp = namespace(q) if type(q).__module__.split(".")[0] == "cupy" else np
+    q, k, v, out, lse, dout = (on_host(x) for x in (q, k, v, out, lse, dout))
+    if isinstance(grads, Mapping):
+        grads = {n: on_host(x) for n, x in grads.items()}
+    elif grads is not None:
+        grads = tuple(on_host(x) for x in grads)
     problem = explainable(q, k, v, scale=scale, causal=causal, window=window, softcap=softcap)
-    case = Case(problem, plan, CLOSE if rows is None else _cells(rows, problem))
+    case = Case(problem, plan, CLOSE if rows is None else _cells(rows, problem), xp)
     return verdict(
         case,
         out,
@@ -83,6 +91,11 @@ def explain(
         sources=sources,
         progress=progress,
     )
+
+
+def on_host(x: Any) -> Any:
+    """A CuPy array as a NumPy one; anything else as it is."""
+    return x.get() if type(x).__module__.split(".")[0] == "cupy" else x
 
 
 def _cells(rows: Any, problem: Problem) -> int:
@@ -139,7 +152,8 @@ def verdict(
             found = best is not None
     drop = None
     if judgements["out"].wrong and (best is None or not (best.fits or best.explained > 0.9)):
-        drop = accused.random_errors(case, accused.finite(seen), close)
+        off = flat_lse is not None and judgements["lse"].wrong
+        drop = accused.random_errors(case, accused.finite(seen), close, off)
         best = None if drop is not None else best
     kind = KINDS[2] if wrong or found else KINDS[0]
     facts = {

@@ -6,14 +6,15 @@ import dataclasses
 
 import numpy as np
 
-from emulation.attribution import attribute
+from emulation.attribution import track_forward, tracking_machine
 from emulation.explain import fit
 from emulation.explain.case import Case
-from emulation.explain.exact import NOTHING, Index, weigh
+from emulation.explain.exact import F64, NOTHING, Index, weigh
 from emulation.explain.verdict import Verdict
 from emulation.explain.whose import Bits, Share, rows_for, search, whose
 from emulation.oracle.result import numbers
-from emulation.problem import Array
+from emulation.problem import Array, Problem
+from emulation.sources import SOURCES
 
 #: Scores of the rows whose rounding sources are attributed.
 ATTRIBUTED = 1 << 18
@@ -37,27 +38,33 @@ def with_sources(case: Case, result: Verdict, biased: fit.Bias | None) -> Verdic
     """
     problem = case.problem
     plan = next((s.plan for s in result.kernels if s.plan is not None and s.plan.splits == 1), None)
-    group = problem.group
-    heads = min(problem.heads, group)
+    heads = problem.group
     count = max(1, min(problem.n_q, ATTRIBUTED // max(1, heads * problem.n_k)))
     top = problem.causal == "top-left"
     part = slice(0, count) if top else slice(problem.n_q - count, problem.n_q)
-    try:
-        found = attribute(
-            problem.q[:heads, part], problem.k[:1], problem.v[:1], plan=plan,
-            scale=problem.scale, causal=problem.causal, window=problem.window,
-            softcap=problem.softcap,
-        )  # fmt: skip
-    except OverflowError:
+    piece = Problem.of(
+        problem.q[:heads, part], problem.k[:1], problem.v[:1], scale=problem.scale,
+        causal=problem.causal, window=problem.window, softcap=problem.softcap,
+    )  # fmt: skip
+    m = tracking_machine(piece, plan, "float32")
+    with np.errstate(all="ignore"):
+        nodes = track_forward(m, piece, plan, None).out
+    error = np.stack([x.value - x.exact for x in nodes])
+    whole = float(np.sum(error * error))
+    if m.overflows or not whole > 0:
         return result
-    shares = {name: g.share for name, g in found.groups.items()}
-    if not shares or not np.any(found.error):
-        return result
+    groups: dict[str, F64] = {}
+    for i, node in enumerate(nodes):
+        for name, e in node.errors.items():
+            group = SOURCES[name].group
+            groups.setdefault(group, np.zeros(error.shape))[i] += e
+    shares = {n: float(np.sum(e * error)) / whole for n, e in groups.items()}
     source = max(shares, key=lambda n: abs(shares[n]))
     blamed = None
     if biased is not None:
-        sign = np.sign(found.exact) if "sign" not in biased.towards else np.ones_like(found.exact)
-        means = {n: float(np.mean(g.contribution * sign)) for n, g in found.groups.items()}
+        exact = np.stack([x.exact for x in nodes])
+        sign = np.sign(exact) if "sign" not in biased.towards else np.ones_like(exact)
+        means = {n: float(np.mean(e * sign)) for n, e in groups.items()}
         blamed = max(means, key=lambda n: means[n] * np.sign(biased.mean))
     return dataclasses.replace(result, source=source, shares=shares, bias_source=blamed)
 

@@ -22,6 +22,7 @@ from emulation.rounding import round_to
 
 Changes = dict[str, Change]
 TILES = (16, 32, 64, 128, 256)
+OFFSETS = (-3, -2, -1, 1, 2, 3)
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,13 @@ def _diagonal(problem: Problem) -> Changes:
     """The right end of the band, where a causal mask (or a window's right side) puts it."""
     if not _edges(problem)[1]:
         return {}
-    return {f"{n:+d}": _band(0, n) for n in (-2, -1, 1, 2)}
+    return {f"{n:+d}": _band(0, n) for n in OFFSETS}
 
 
 def _window(problem: Problem) -> Changes:
     if not _edges(problem)[0]:
         return {}
-    return {f"left {n:+d}": _band(n, 0) for n in (-2, -1, 1, 2)}
+    return {f"left {n:+d}": _band(n, 0) for n in OFFSETS}
 
 
 def _hide(keys: Mask) -> Change:
@@ -99,12 +100,13 @@ def _first(problem: Problem) -> Changes:
 
 
 def _skipped(problem: Problem) -> Changes:
-    """A tile in the middle, or the last key of every tile."""
+    """A tile in the middle, or the first or the last key of every tile."""
     found, j = {}, np.arange(problem.n_k)
     for tile in (t for t in TILES if 2 * t < problem.n_k):
         for at in (1, 2):
             if (at + 1) * tile < problem.n_k:
                 found[f"tile {at} of {tile}"] = _hide(j // tile == at)
+        found[f"first key of each tile of {tile}"] = _hide(j % tile == 0)
         found[f"last key of each tile of {tile}"] = _hide(j % tile == tile - 1)
     return found
 
@@ -139,6 +141,11 @@ def _alignment(problem: Problem) -> Changes:
         return {}
     other = "top-left" if problem.causal == "bottom-right" else "bottom-right"
     return {other: _with(causal=other)}
+
+
+def _masked_otherwise(change: Change) -> Change:
+    """In the backward alone, which takes P from the LSE of the right mask."""
+    return dataclasses.replace(change, backward=frozenset({"mask"}))
 
 
 # -- heads and layouts -----------------------------------------------------------------
@@ -431,8 +438,13 @@ SUSPECTS: tuple[Suspect, ...] = (
             "scale missing": lambda p: {"": Change(backward=frozenset({"scale missing"}))},
             "scale applied twice": lambda p: {"": Change(backward=frozenset({"scale twice"}))},
             "mask dropped": lambda p: (
-                {"": Change(backward=frozenset({"mask missing"}))} if _hidden(p) else {}
+                {"": _masked_otherwise(Change(sight=lambda x: np.ones_like(x.seen)))}
+                if _hidden(p)
+                else {}
             ),
+            "diagonal off by some": lambda p: {
+                word: _masked_otherwise(change) for word, change in _diagonal(p).items()
+            },
             "one head of a group": lambda p: (
                 {"": Change(backward=frozenset({"one head"}))} if p.group > 1 else {}
             ),

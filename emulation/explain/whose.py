@@ -14,15 +14,18 @@ from typing import Any
 import numpy as np
 
 from emulation.explain.exact import Index
-from emulation.flash import constants, flash_rows, machine_of, split_rows
+from emulation.flash import constants, machine_of
 from emulation.peers import plan_of
 from emulation.plan import Numerics, Plan, default_plan
 from emulation.problem import Array, Problem, numpy_dtype
 from emulation.standard import standard_machine, standard_rows
+from emulation.walks import walk_of
 
 #: Scores a candidate may take: about 0.1 s.
 CELLS = 1 << 17
-KERNELS = ("fa3", "fa2", "fa2-split", "cudnn", "efficient")
+KERNELS = ("fa3", "fa2", "fa2-split", "cudnn", "efficient", "math")
+#: Queries and keys per tile that Triton's tutorial chooses from, keys not above D.
+TRITON = tuple((m, n) for n in (32, 64, 128) for m in (64, 128))
 TILES = (16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256)
 
 
@@ -85,34 +88,50 @@ def emulated(problem: Problem, plan: Plan | None, rows: Index) -> tuple[Array, A
                 found = standard_rows(m, problem, m.input(problem.q[h, rows]), k, v, lo, hi)
             else:
                 m = machine_of(plan)
-                walk = flash_rows if plan.splits == 1 else split_rows
                 q = m.input(problem.q[h, rows])
-                found = walk(m, plan, constants(m, problem), q, k, v, lo, hi)
+                found = walk_of(plan)(m, plan, constants(m, problem), q, k, v, lo, hi)
             out[h] = found.out.astype(out.dtype)
             lse[h] = np.where(hi > lo, found.lse, np.float32(-np.inf))
     return out, lse
 
 
 def known(problem: Problem) -> Iterator[tuple[str, Plan | None]]:
-    """The kernels whose arithmetic is known, for this problem."""
-    options: dict[str, Any] = {"causal": problem.causal, "scale": problem.scale}
+    """The kernels whose arithmetic is known, for this problem, short of Triton's."""
     if problem.dtype != "float32" and max(problem.d, problem.d_v) <= 256:
-        shaped = (_lead(problem.q, problem.lead), _lead(problem.k, problem.kv_lead))
         for kernel in KERNELS:
-            plan = plan_of(kernel, *shaped, _lead(problem.v, problem.kv_lead), **options)
-            if kernel != "fa2-split" or plan.splits > 1:
-                yield kernel, plan
+            if kernel != "math" or problem.softcap is None:
+                plan = _plan(kernel, problem)
+                if kernel != "fa2-split" or plan.splits > 1:
+                    yield kernel, plan
     yield "cuflash", default_plan(problem)
     yield "unfused, fp32", None
 
 
-def _lead(x: Array, lead: tuple[int, ...]) -> Array:
-    return x.reshape(*lead, *x.shape[1:])
+def tutorials(problem: Problem) -> Iterator[tuple[str, Plan]]:
+    """The tiles that Triton's tutorial may choose; it takes equal lengths and these widths only."""
+    fits = problem.n_q == problem.n_k and problem.d == problem.d_v and problem.softcap is None
+    if not fits or problem.dtype == "float32" or problem.d not in (16, 32, 64, 128, 256):
+        return
+    plan = _plan("triton", problem)
+    for tile_m, tile_n in TRITON:
+        if tile_n <= problem.d and (problem.causal or tile_m == TRITON[0][0]):
+            name = f"triton, {tile_m} x {tile_n}" if problem.causal else f"triton, {tile_n}"
+            block = tile_m if problem.causal else 0
+            yield name, dataclasses.replace(plan, tile_n=tile_n, diagonal=block)
+
+
+def _plan(kernel: str, problem: Problem) -> Plan:
+    leads = (problem.lead, problem.kv_lead, problem.kv_lead)
+    arrays = (problem.q, problem.k, problem.v)
+    shaped = (x.reshape(*lead, *x.shape[1:]) for x, lead in zip(arrays, leads, strict=True))
+    return plan_of(kernel, *shaped, causal=problem.causal, scale=problem.scale)
 
 
 def whose(bits: Bits) -> list[Share]:
-    """Every known kernel's share, the best first."""
+    """Every known kernel's share, the best first; Triton's if no other has all bits."""
     found = [bits.of(name, plan) for name, plan in known(bits.problem)]
+    if not any(share.all_bits for share in found):
+        found += [bits.of(name, plan) for name, plan in tutorials(bits.problem)]
     return sorted(found, key=lambda s: -s.score)
 
 
