@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures import TimeoutError as Late
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,8 @@ def orders(plan: Plan) -> Iterator[tuple[str, Plan]]:
     yield "its plan", plan
     walks = [("ascending", 64), ("descending", 64), ("descending", 128)]
     for (way, tile), score, threads in itertools.product(walks, ("fused", "unfused"), (0, 4, 8)):
-        backward = dataclasses.replace(
-            plan.backward, queries=way, tile_m=tile, score=score, delta_threads=threads
-        )
+        fields: dict[str, Any] = {"queries": way, "tile_m": tile, "score": score}
+        backward = dataclasses.replace(plan.backward, delta_threads=threads, **fields)
         word = f"{way}{f' by {tile}' if way == 'descending' else ''}, {score}, delta {threads}"
         yield word, dataclasses.replace(plan, backward=backward)
 
@@ -112,9 +112,7 @@ def differentiated(task: Task, dout: Array, plan: Plan, got: Any) -> dict[str, l
     """Elements of dk and of dv, and the equal ones, under every order."""
     found = {}
     for word, other in orders(plan):
-        _, dk, dv = flash_vjp(
-            task.q, task.k, task.v, dout, plan=other, causal=task.causal
-        )
+        _, dk, dv = flash_vjp(task.q, task.k, task.v, dout, plan=other, causal=task.causal)
         counts = [dk.size]
         counts += [x.size - _differing(x, y, np.uint16) for x, y in ((got[1], dk), (got[2], dv))]
         found[word] = counts
@@ -123,9 +121,7 @@ def differentiated(task: Task, dout: Array, plan: Plan, got: Any) -> dict[str, l
 
 def judged(task: Task, kernel: str, got: Pair) -> tuple[str, str, list[str]]:
     """What `explain` says: the kernel, the kind of verdict, and whose bits it finds."""
-    found = explain(
-        task.q, task.k, task.v, got[0], lse=got[1], causal=task.causal, sources=False
-    )
+    found = explain(task.q, task.k, task.v, got[0], lse=got[1], causal=task.causal, sources=False)
     return kernel, found.kind, [s.name for s in found.kernels if s.all_bits]
 
 
@@ -222,6 +218,12 @@ def forwards(run: Run, folder: Path | None, elements: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def repeated(*arrays: Array) -> tuple[Array, Array, Array]:
+    """Three arrays of heads, each 24 times over."""
+    q, k, v = (np.tile(x, (24, 1, 1)) for x in arrays)
+    return q, k, v
+
+
 def backwards(run: Run) -> dict[str, Any]:
     """Share of equal bits of dK and dV, by kernel and width, under the order that fits best."""
     n, heads = SMALL
@@ -230,12 +232,11 @@ def backwards(run: Run) -> dict[str, Any]:
         # Few keys a head, so many heads that FlashAttention-2 does not split: they are repeated.
         q, k, v = sample("normal", n=n, d=d, heads=heads, dtype=dtype, seed=d)
         dout = sample("normal", n=n, d=d, heads=heads, dtype=dtype, seed=d + 1)[0]
-        many = Task("normal", *(np.tile(x, (24, 1, 1)) for x in (q, k, v)), causal)
+        many = Task("normal", *repeated(q, k, v), causal)
         task = Task("normal", q, k, v, causal)
         for kernel in BACKENDS:
-            got = run.call(
-                kernel, f"backward, {dtype}, D {d}", gradients, many, np.tile(dout, (24, 1, 1))
-            )
+            word = f"backward, {dtype}, D {d}"
+            got = run.call(kernel, word, gradients, many, repeated(dout, dout, dout)[0])
             if got is not None and not run.late(0.9):
                 plan = plan_of(kernel, q, k, v, causal=causal)
                 first = tuple(x[:heads] for x in got)
@@ -316,9 +317,9 @@ def main(folder: Path | None, workers: int, elements: int, seconds: float) -> in
     with ProcessPoolExecutor(workers, context) as pool:
         run = Run(pool, seconds)
         for name, part in (
-            ("forward", lambda: forwards(run, folder, elements)),
-            ("backward", lambda: backwards(run)),
-            ("verdicts", lambda: verdicts(run)),
+            ("forward", partial(forwards, run, folder, elements)),
+            ("backward", partial(backwards, run)),
+            ("verdicts", partial(verdicts, run)),
         ):
             try:
                 figures[name] = part()

@@ -51,7 +51,7 @@ def _lse(x: Any, n_q: int) -> Array:
 
 def _grouped(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     group = q.shape[1] // k.shape[1]
-    return tuple(x.repeat_interleave(group, dim=1).contiguous() for x in (k, v))  # type: ignore[return-value]
+    return tuple(x.repeat_interleave(group, dim=1).contiguous() for x in (k, v))
 
 
 def _aten(name: str, *args: Any) -> Callable[[Any, Any, Any, bool], Any]:

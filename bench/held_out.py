@@ -1,5 +1,5 @@
-"""The held-out table: the suspects of `bench.bugs` at strengths, shapes, formats and inputs that the
-judge was not tuned on. Two strengths a suspect, six inputs, two of them of no kind in
+"""The held-out table: the suspects of `bench.bugs` at strengths, shapes, formats and inputs that
+the judge was not tuned on. Two strengths a suspect, six inputs, two of them of no kind in
 `emulation.samples`.
 """
 

@@ -13,7 +13,7 @@ import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _tile(acc, l, top, q, k, v, c, seen, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _tile(acc, total, top, q, k, v, c, seen, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
     """One tile of keys: k and v (N, D), seen (M, N)."""
     s = tl.dot(q, tl.trans(k))
     if MASKED:
@@ -28,15 +28,15 @@ def _tile(acc, l, top, q, k, v, c, seen, MASKED: tl.constexpr):  # type: ignore[
     row = tl.sum(p, 1)
     acc = acc * alpha[:, None]
     acc = tl.dot(p.to(v.dtype), v, acc)
-    l = l * alpha + row
-    return acc, l, new
+    total = total * alpha + row
+    return acc, total, new
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _kernel(
+def _kernel(  # type: ignore[no-untyped-def]
     q, k, v, o, lse, scale, n, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     CAUSAL: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     block, head = tl.program_id(0), tl.program_id(1)
     base = head.to(tl.int64) * n * D
     rows, columns, dims = block * M + tl.arange(0, M), tl.arange(0, N), tl.arange(0, D)
@@ -45,24 +45,24 @@ def _kernel(
     c = scale
     c *= 1.44269504
     top = tl.zeros([M], tl.float32) - float("inf")
-    l = tl.zeros([M], tl.float32) + 1.0
+    total = tl.zeros([M], tl.float32) + 1.0
     acc = tl.zeros([M, D], tl.float32)
     whole = block * M if CAUSAL else n
     for start in range(0, whole, N):
         keys = base + (start + columns)[:, None] * D + dims[None, :]
         every = rows[:, None] >= 0
-        acc, l, top = _tile(
-            acc, l, top, q_tile, tl.load(k + keys), tl.load(v + keys), c, every, False
+        acc, total, top = _tile(
+            acc, total, top, q_tile, tl.load(k + keys), tl.load(v + keys), c, every, False
         )
     if CAUSAL:
         for start in range(whole, whole + M, N):
             keys = base + (start + columns)[:, None] * D + dims[None, :]
             seen = rows[:, None] >= (start + columns)[None, :]
-            acc, l, top = _tile(
-                acc, l, top, q_tile, tl.load(k + keys), tl.load(v + keys), c, seen, True
+            acc, total, top = _tile(
+                acc, total, top, q_tile, tl.load(k + keys), tl.load(v + keys), c, seen, True
             )
-    top += tl.math.log2(l)
-    acc = acc / l[:, None]
+    top += tl.math.log2(total)
+    acc = acc / total[:, None]
     tl.store(lse + head * n + rows, top)
     tl.store(o + at, acc.to(o.dtype.element_ty))
 

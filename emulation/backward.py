@@ -213,9 +213,7 @@ def gradient_scale(m: Machine, problem: Problem, const: Constants) -> Node:
     return const.scale if problem.softcap is None else m.constant("gradient scaling", problem.scale)
 
 
-def _delta(
-    m: Machine, do: Node, parts: Sequence[Node], dlse: Array | None, threads: int
-) -> Node:
+def _delta(m: Machine, do: Node, parts: Sequence[Node], dlse: Array | None, threads: int) -> Node:
     delta = delta_sum(m, do, parts, threads)
     return delta if dlse is None else m.sub("delta", delta, m.input(dlse))
 

@@ -111,10 +111,11 @@ def plan_of(
     """The Plan of a public kernel: "fa3", "fa2", "cudnn", PyTorch's memory-"efficient" one and its
     unfused "math" path, Triton's tutorial ("triton").
 
-    "triton" tunes itself: this is 128 queries (`diagonal`) by 64 keys (`tile_n`), others are a
-    `dataclasses.replace` away; its own LSE is in log2. "fa2" walks all keys at once; "fa2-split" is what it does with little work for the GPU: ranges
-    of keys (as many as `splits_of` says, for all heads of q together), merged. q, k, v as for
-    `flash`. Half formats only; raises ValueError naming argument, value and rule.
+    "fa2" walks all keys at once; "fa2-split" is what it does with little work for the GPU: ranges
+    of keys (as many as `splits_of` says, for all heads of q together), merged. "triton" tunes
+    itself: this is 128 queries (`diagonal`) by 64 keys (`tile_n`), others are a
+    `dataclasses.replace` away; its own LSE is in log2. q, k, v as for `flash`. Half formats only;
+    raises ValueError naming argument, value and rule.
 
     >>> import numpy as np
     >>> x = np.zeros((16, 128), np.float16)

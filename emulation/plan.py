@@ -108,6 +108,10 @@ class BackwardPlan:
 
     #: Queries per tile: where promoted sums and split products are cut.
     tile_m: int = 64
+    #: Keys per tile: one product of dS and K from zero, then added to dQ in fp32.
+    tile_n: int = 128
+    #: Order in which the key tiles' products are added to dQ.
+    dq_order: Literal["ascending", "descending"] = "ascending"
     #: Order in which the tiles of queries are added to dK and dV (of one head after the other).
     queries: Literal["ascending", "descending"] = "ascending"
     #: x = fma(s, c, -rn(LSE log2 e)), or rn(rn(s c) - rn(LSE log2 e)).
@@ -115,10 +119,6 @@ class BackwardPlan:
     #: Threads that share a row of delta = rowsum(dO O), eight columns at a time in turn; each adds
     #: its columns in ascending order, and they join by halves. 0: as many as there are eights.
     delta_threads: int = 0
-    #: Keys per tile: one product of dS and K from zero, then added to dQ in fp32.
-    tile_n: int = 128
-    #: Order in which the key tiles' products are added to dQ.
-    dq_order: Literal["ascending", "descending"] = "ascending"
 
     def __post_init__(self) -> None:
         _check_choices(self, "plan.backward")

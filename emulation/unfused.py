@@ -47,9 +47,7 @@ def softmax_sum(m: Machine, p: Node) -> Node:
     for axis in (2, 1):
         half = 16
         while half:
-            low, high = (
-                (every,) * axis + (part,) for part in (slice(half), slice(half, 2 * half))
-            )
+            low, high = ((every,) * axis + (part,) for part in (slice(half), slice(half, 2 * half)))
             total = m.add("row sum", m.take(total, low), m.take(total, high))
             half //= 2
     return m.map(total, lambda x: x[:, 0, 0])

@@ -33,7 +33,9 @@ class _Array:
 
 def fake_cupy(calls: list[int]) -> Any:
     """NumPy under CuPy's names; every transfer back is counted."""
-    names = {n: getattr(np, n) for n in ("asarray", "concatenate", "abs", "tanh", "arange", "where")}
+    names = {
+        n: getattr(np, n) for n in ("asarray", "concatenate", "abs", "tanh", "arange", "where")
+    }
     names |= {n: getattr(np, n) for n in ("exp", "log")}
 
     def asnumpy(x: Any) -> Any:
@@ -46,7 +48,7 @@ def fake_cupy(calls: list[int]) -> Any:
 def test_glance_on_a_gpu() -> None:
     q, k, v = sample("outlier", n=70, n_k=90, d=16, heads=4, dtype="bfloat16")
     for masks in ({}, {"causal": True}, {"window": (9, 4)}, {"softcap": 5.0}):
-        problem = Problem.of(q, k[:2], v[:2], **masks)  # type: ignore[arg-type]
+        problem = Problem.of(q, k[:2], v[:2], **masks)
         calls: list[int] = []
         a, b = glance(problem, np.arange(70)), glance(problem, np.arange(70), fake_cupy(calls))
         assert calls

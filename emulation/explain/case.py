@@ -65,7 +65,8 @@ class Case:
         self._near: dict[bytes, Outcome] = {}
         self._bounds: dict[bytes, tuple[F64, F64]] = {}
         self._theirs: dict[tuple[str, str, str, bytes], Theirs] = {}
-        self._slopes: dict[tuple[str, str, str], Slopes] = {}
+        self._slope_bounds: dict[bytes, dict[str, F64]] = {}
+        self._slopes: dict[tuple[str, str, bytes], Slopes] = {}
         self._lists: dict[str, list[tuple[str, str, Change]]] = {}
 
     @property
@@ -152,21 +153,19 @@ class Case:
     # -- gradients
 
     def gradient(self, name: str, word: str, change: Change, dout: Array) -> Slopes:
-        key = (name, word, "backward")
+        key = (name, word, dout.tobytes())
         if key not in self._slopes:
             self._slopes[key] = run_backward(self.problem, change, dout.astype(np.float64))
         return self._slopes[key]
 
-    @functools.cache  # noqa: B019  (a case lives as long as its judging)
-    def _gradient_bounds(self, key: bytes) -> dict[str, F64]:
-        dout = np.frombuffer(key, self.problem.q.dtype)
-        shape = (*self.problem.lead, self.problem.n_q, self.problem.d_v)
-        plans = None if self.plan is None else [self.plan]
-        return gradient_envelope(self.problem, dout.reshape(shape), plans)
-
     def gradient_bounds(self, dout: Array) -> dict[str, F64]:
         """Derived bounds of dq, dk and dv; dout (H, N_q, D_v)."""
-        return self._gradient_bounds(np.ascontiguousarray(dout).tobytes())
+        key = np.ascontiguousarray(dout).tobytes()
+        if key not in self._slope_bounds:
+            shape = (*self.problem.lead, self.problem.n_q, self.problem.d_v)
+            plans = None if self.plan is None else [self.plan]
+            self._slope_bounds[key] = gradient_envelope(self.problem, dout.reshape(shape), plans)
+        return self._slope_bounds[key]
 
     def certified(self, positions: Index, count: int = 2) -> dict[str, Any]:
         """How well the exact values are known: some rows again in ball arithmetic, if installed."""

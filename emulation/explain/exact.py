@@ -232,9 +232,9 @@ def changed(problem: Problem, change: Change) -> tuple[Problem, Index]:
 def run(problem: Problem, change: Change, rows: Index, wide: Wide | None = None) -> Outcome:
     """Out, LSE and the expected error of the given rows of every head.
 
-    A change that moves rows of O computes all of them. wide: of this problem. Expected error, one element: P rounded to
-    the format (ROUNDING u^2 sum P^2 V^2), the output cast (ulp^2 / 12), and fp32 (every exponent
-    errs by u32 (1 + |S|), with all P of one sign).
+    A change that moves rows of O computes all of them. wide: of this problem. Expected error, one
+    element: P rounded to the format (ROUNDING u^2 sum P^2 V^2), the output cast (ulp^2 / 12), and
+    fp32 (every exponent errs by u32 (1 + |S|), with all P of one sign).
     """
     fmt = FORMATS[problem.dtype]
     asked = rows
@@ -340,7 +340,9 @@ def glance(problem: Problem, rows: Index, xp: Any = np) -> Glance:
     lse, size = np.full(out.shape[:2], -np.inf), np.zeros(out.shape)
     cells = CELLS if xp is np else CELLS_GPU
     host = (lambda x: x) if xp is np else xp.asnumpy
-    last, k, values = -1, None, None
+    last = -1
+    k: Any = None
+    values: Any = None
     with np.errstate(all="ignore"):
         for h in range(problem.heads):
             g = problem.kv_head(h)
@@ -385,7 +387,8 @@ class Slopes:
 def run_backward(problem: Problem, change: Change, dout: F64) -> Slopes:
     """Gradients of a computation whose forward, or backward alone, has a change.
 
-    "mask" in change.backward: the backward alone sees change.sight, with the forward's LSE. Expected error: P and dS rounded to the format (independent), delta from a rounded O, the cast.
+    "mask" in change.backward: the backward alone sees change.sight, with the forward's LSE.
+    Expected error: P and dS rounded to the format (independent), delta from a rounded O, the cast.
     """
     fmt = FORMATS[problem.dtype]
     work, heads = changed(problem, change)

@@ -52,10 +52,10 @@ def explain(
 
     q (..., N_q, D), k, v and masks as in `flash`; out (..., N_q, D_v), lse (..., N_q) natural
     logarithm, grads: (dq, dk, dv) or a mapping of some of these names, for dout. Formats float16,
-    bfloat16, float32 (outputs may be float64); NumPy or CuPy arrays: of q on a GPU every row's exact
-    value is computed there. plan: whose bounds are claimed; None is any correct
-    kernel that keeps fp32 between its steps. arithmetic: say whose arithmetic it is; unknown: also
-    search for an unknown kernel's (a minute). sources: attribute the rounding. rows: how many
+    bfloat16, float32 (outputs may be float64); NumPy or CuPy arrays: of q on a GPU every row's
+    exact value is computed there. plan: whose bounds are claimed; None is any correct kernel that
+    keeps fp32 between its steps. arithmetic: say whose arithmetic it is; unknown: also search for
+    an unknown kernel's (a minute). sources: attribute the rounding. rows: how many
     queries get derived bounds (None: all, or as many as are soon done). NaN and Inf in outputs are
     findings; in what a query sees they raise ValueError, like whatever is wrong with arguments.
 
