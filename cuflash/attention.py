@@ -178,7 +178,8 @@ class _Call:
             gpu = GpuProblem.of(q, k, v, layout=layout, **masks)
             arch = planner.arch_of(compiler.capability(gpu.device))
             made, problem = planner.plan_for(gpu, arch, numerics), gpu.shapes
-            call = _GpuCall(made, layout, return_lse, out, gpu, launcher(planner.family_of(arch)))
+            family = planner.family_of(arch, gpu.dtype, made.numerics)
+            call = _GpuCall(made, layout, return_lse, out, gpu, launcher(family))
         else:
             problem = problem_of(q, k, v, layout, **masks)
             made = default_plan(problem, numerics)

@@ -26,6 +26,8 @@ from cuflash import cache
 FLAGS = ("--std=c++17", "--fmad=false", "--ptxas-options=-v")
 OLDEST = 80
 """The oldest compute capability that the kernels run on."""
+SPECIFIC = {"sm90": "a"}
+"""Suffix of the target by folder of sources that use what only one architecture has (wgmma)."""
 DEFAULT_SHARED = 48 * 1024
 """Bytes of dynamic shared memory that a launch may have without asking for more."""
 
@@ -457,6 +459,7 @@ def _allowed(function: Any, shared: int) -> Any:
 def _on_disk(wanted: Wanted, arch: str) -> Compiled:
     """`compile_kernel`, but for a cubin that is still there."""
     source, name_expression, options, _ = wanted
+    arch += SPECIFIC.get(source.partition("/")[0], "")
     compiled = compile_kernel(source, name_expression, arch, options)
     if not compiled.path.is_file():
         with _lock:

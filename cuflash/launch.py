@@ -46,7 +46,7 @@ def run(launches: Sequence[Launch], structs: Sequence[np.ndarray[Any, Any]], dev
 
 #: Codes of `struct` for the scalars of parameter structs.
 CODES = {np.dtype(np.uint64): "Q", np.dtype(np.int64): "q", np.dtype(np.int32): "i"}
-CODES |= {np.dtype(np.float32): "f"}
+CODES |= {np.dtype(np.uint32): "I", np.dtype(np.float32): "f"}
 
 
 def _scalars(dtype: np.dtype[Any], start: int = 0) -> Iterator[tuple[int, np.dtype[Any]]]:
@@ -139,5 +139,5 @@ class Launcher(Protocol):
 
 
 def launcher(family: str) -> Launcher:
-    """The launcher module of a kernel family ("sm80"), imported when first asked for."""
+    """The launcher module of a kernel family ("sm80", "sm90"), imported when first asked for."""
     return cast(Launcher, importlib.import_module(f"cuflash.{family}"))

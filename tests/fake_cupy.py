@@ -1,4 +1,4 @@
-"""A stand-in for CuPy over NumPy memory, and for the sm80 launcher over the emulator.
+"""A stand-in for CuPy over NumPy memory, and for the launchers over the emulator.
 
 Enough to test on a CPU what `cuflash.attention` checks, copies, allocates and passes on.
 """
@@ -122,7 +122,7 @@ class NoDeviceError(RuntimeError):
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> Launcher:
-    """Put the fakes where `cuflash` looks for CuPy and the sm80 launcher."""
+    """Put the fakes where `cuflash` looks for CuPy and the launchers."""
     monkeypatch.setattr(FakeArray, "__module__", "cupy")
     cupy = ModuleType("cupy")
     fields: dict[str, Any] = {
@@ -137,6 +137,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Launcher:
     vars(cupy).update(fields)
     launcher = Launcher()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setitem(sys.modules, "cuflash.sm80", launcher)
+    for family in ("sm80", "sm90"):
+        monkeypatch.setitem(sys.modules, f"cuflash.{family}", launcher)
     monkeypatch.setattr(Device, "current", 0)
     return launcher

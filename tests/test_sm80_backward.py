@@ -6,6 +6,7 @@ Most tests give the kernels the emulator's O and LSE, so that a difference is th
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,12 @@ def check(
     *,
     dout: Array | None = None,
     dlse: bool = False,
+    launch: Callable[..., None] = sm80_backward.backward,
     **masks: Any,
 ) -> None:
-    """The three gradients against the emulator, everything that is written poisoned before."""
+    """The three gradients of a launcher against the emulator, everything that is written poisoned
+    before.
+    """
     cupy = pytest.importorskip("cupy")
     q, k, v = (x if x.ndim == 4 else x[None] for x in inputs)
     rng = np.random.default_rng(5)
@@ -77,7 +81,7 @@ def check(
     on_gpu = [cupy.asarray(x) for x in (q, k, v)]
     got = [cupy.full(x.shape, np.nan, forward.out.dtype) for x in (q, k, v)]
     poison_pool(cupy)
-    sm80_backward.backward(
+    launch(
         GpuProblem.of(*on_gpu, **masks),
         plan,
         cupy.asarray(dout),

@@ -18,6 +18,12 @@ __device__ __forceinline__ i32 block_index() {
   return b;
 }
 
+// x, of which the compiler knows nothing any more: what is computed from it again is computed anew.
+__device__ __forceinline__ i32 opaque(i32 x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // x, hidden from the compiler: it keeps the value instead of computing it again where it is used.
 __device__ __forceinline__ u32 kept(u32 x) { return __shfl_xor_sync(0xffffffffu, x, 0); }
 

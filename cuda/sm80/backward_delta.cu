@@ -13,7 +13,7 @@ struct DeltaParams {
   const u16* rest;          // what O lost when it was rounded; null: delta of the rounded O
   const float *lse, *dlse;  // (batch, heads, n_q); dlse may be null
   float *lse2, *delta;      // (batch, heads, pitch), zeros behind n_q
-  TensorStrides dout_strides, out_strides, rest_strides;
+  Strides dout_strides, out_strides, rest_strides;
   i32 batch, heads, n_q, d_v, pitch;
 };
 

@@ -8,10 +8,6 @@
 
 namespace cuflash::sm80 {
 
-struct Strides {
-  i64 batch, head, row;  // in elements; the last axis is contiguous
-};
-
 struct ForwardParams {
   const u16 *q, *k, *v;
   void* out;
@@ -26,10 +22,6 @@ struct ForwardParams {
   float stale_limit;  // "stale": a lane's sum above this moves the reference
 };
 
-__device__ __forceinline__ i64 offset(const Strides& s, i32 batch, i32 head, i32 row) {
-  return batch * s.batch + head * s.head + row * s.row;
-}
-
 constexpr int kThreads = 128;
 
 // kStages: tiles of K, and of V, in shared memory.
@@ -41,14 +33,18 @@ struct Shape {
   static constexpr int kMmaRows = kBlockM / 64;  // m16 blocks of a warp
   static constexpr int kRows = 2 * kMmaRows;     // rows of a thread
   static constexpr int kGroups = kBlockN / 8;    // n8 blocks of a tile of scores
+  // Loads between the products, where these take long enough to hide them one by one.
+  static constexpr bool kSpread = kD > 64;
   using Q = Tile<kBlockM, kD>;
   using K = Tile<kBlockN, kD>;
   using V = Tile<kBlockN, kDv>;
 };
 
 // S = Q K^T of this warp's rows and one tile of keys, by this lane's addresses in both.
-template <class S>
-__device__ __forceinline__ void scores(float (&s)[S::kRows][S::kGroups][2], u32 q, u32 k) {
+// between(i) is called before the i-th of kBetween equal parts of the products.
+template <class S, int kBetween, class Between>
+__device__ __forceinline__ void scores(float (&s)[S::kRows][S::kGroups][2], u32 q, u32 k,
+                                       Between&& between) {
   using Half = typename S::Half;
 #pragma unroll
   for (int i = 0; i < S::kRows; ++i) {
@@ -72,6 +68,10 @@ __device__ __forceinline__ void scores(float (&s)[S::kRows][S::kGroups][2], u32 
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     if (step + 1 < kSteps) load(step + 1);
+#pragma unroll
+    for (int i = 0; i < kBetween; ++i) {
+      if (i * kSteps / kBetween == step) between(i);
+    }
     const int kk = step / kPairs, j = step % kPairs * 2;
 #pragma unroll
     for (int mi = 0; mi < S::kMmaRows; ++mi) {
@@ -185,19 +185,14 @@ __device__ __forceinline__ void add_specials(const ForwardParams& params, i32 fi
   const i32 blocks = (band.n_q + S::kBlockM - 1) / S::kBlockM,
             flat_head = ptx::block_index() / blocks;
   const i32 batch = flat_head / params.heads, head = flat_head % params.heads;
-  const u16* v = params.v + offset(params.v_strides, batch, head / params.group, 0);
+  const u16* v = params.v + params.v_strides.at(batch, head / params.group, 0);
 #pragma unroll 1
   for (i32 i = threadIdx.x; i < (last_row - first_row + 1) * params.d_v; i += kThreads) {
     const i32 row = first_row + i / params.d_v, column = i % params.d_v;
-    float special = 0.0f;
-#pragma unroll 1
-    for (i32 key = band.low(row); key < band.high(row); ++key) {
-      if (key >= full_begin && key < full_end) continue;
-      const u16 x = v[key * params.v_strides.row + column];
-      if ((x & Half::kExponent) == Half::kExponent) special = __fadd_rn(special, Half::widen(x));
-    }
+    const float special =
+        visible_special<Half>(band, v + column, params.v_strides.row, row, full_begin, full_end);
     if (special == 0.0f) continue;
-    const i64 at = offset(params.out_strides, batch, head, row) + column;
+    const i64 at = params.out_strides.at(batch, head, row) + column;
     if constexpr (kFloatOut) {
       float* out = static_cast<float*>(params.out) + at;
       *out = __fadd_rn(*out, special);
@@ -205,7 +200,7 @@ __device__ __forceinline__ void add_specials(const ForwardParams& params, i32 fi
       u16* out = static_cast<u16*>(params.out) + at;
       *out = static_cast<u16>(Half::pack(__fadd_rn(Half::widen(*out), special), 0.0f));
       if (params.rest != nullptr) {
-        params.rest[offset(params.rest_strides, batch, head, row) + column] = 0x7fff;  // Inf - Inf
+        params.rest[params.rest_strides.at(batch, head, row) + column] = 0x7fff;  // Inf - Inf
       }
     }
   }
@@ -227,9 +222,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   const i32 block = blocks - 1 - static_cast<i32>(blockIdx.x % blocks);
   const i32 batch = blockIdx.x / blocks / params.heads, head = blockIdx.x / blocks % params.heads;
   const i32 first_row = block * S::kBlockM, last_row = min(first_row + S::kBlockM, band.n_q) - 1;
-  const u16* q = params.q + offset(params.q_strides, batch, head, 0);
-  const u16* k = params.k + offset(params.k_strides, batch, head / params.group, 0);
-  const u16* v = params.v + offset(params.v_strides, batch, head / params.group, 0);
+  const u16* q = params.q + params.q_strides.at(batch, head, 0);
+  const u16* k = params.k + params.k_strides.at(batch, head / params.group, 0);
+  const u16* v = params.v + params.v_strides.at(batch, head / params.group, 0);
 
   // Keys that some row of this CTA sees; others are loaded as zeros, whatever they hold.
   const i32 key_low = band.low(first_row), key_high = band.high(last_row);
@@ -248,17 +243,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   const u32 q_lane = ptx::kept(a_address<typename S::Q>(q_tile, threadIdx.x / 32 * 16, 0));
   const u32 k_lane = ptx::kept(b_address<typename S::K>(k_tiles, 0, 0));
   const u32 v_lane = ptx::kept(bt_address<typename S::V>(v_tiles, 0, 0));
+  using LoadK = TileLoad<typename S::K, kThreads>;
+  using LoadV = TileLoad<typename S::V, kThreads>;
   auto load_k = [&](i32 tile) {
-    if (tile < tile_begin) return;
-    load_tile<typename S::K, kThreads>(k_tiles + (tile & (S::kStages - 1)) * S::K::kBytes, k,
-                                       params.k_strides.row, tile * kBlockN, key_low, key_high,
-                                       params.d);
+    return LoadK(k_tiles + (tile & (S::kStages - 1)) * S::K::kBytes, k, params.k_strides.row,
+                 tile * kBlockN, key_low, key_high, params.d, tile >= tile_begin);
   };
   auto load_v = [&](i32 tile) {
-    if (tile < tile_begin) return;
-    load_tile<typename S::V, kThreads>(v_tiles + (tile & (S::kStages - 1)) * S::V::kBytes, v,
-                                       params.v_strides.row, tile * kBlockN, key_low, key_high,
-                                       params.d_v);
+    return LoadV(v_tiles + (tile & (S::kStages - 1)) * S::V::kBytes, v, params.v_strides.row,
+                 tile * kBlockN, key_low, key_high, params.d_v, tile >= tile_begin);
   };
   // What was loaded has arrived, and every warp is done with what will be replaced.
   auto synchronise = [&]() {
@@ -266,29 +259,37 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::cp_async_wait<0>();
     __syncthreads();
   };
-  // S of a tile, capped.
-  auto capped_scores = [&](float (&s)[kRows][kGroups][2], i32 tile) {
-    scores<S>(s, q_lane, k_lane + (tile & (S::kStages - 1)) * S::K::kBytes);
+  auto k_lane_of = [&](i32 tile) -> u32 {
+    return k_lane + (tile & (S::kStages - 1)) * S::K::kBytes;
+  };
+  auto cap = [&](float (&s)[kRows][kGroups][2]) {
     if constexpr (kSoftcap) {
 #pragma unroll
       for (int i = 0; i < kRows * kGroups * 2; ++i)
         (&s[0][0][0])[i] = capped((&s[0][0][0])[i], params.cap);
     }
   };
-  // -inf where not seen.
+  // -inf where not seen. Bounds count from this thread's first row and key; both sides of the band
+  // are rarely in one tile.
   auto mask = [&](float (&s)[kRows][kGroups][2], i32 tile) {
-    if (__builtin_expect(tile >= full_begin && tile < full_end, 1)) return;
-    const i32 start = tile * kBlockN;
+    if (tile < full_begin) {
+      const i32 low = band.low_from(row_of(0), tile * kBlockN + g * 2);
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const i32 row = row_of(i);
-      const i32 low = band.low(row) - start, high = band.high(row) - start;
+      for (int i = 0; i < kRows * kGroups * 2; ++i) {
+        const int r = i / (kGroups * 2), column = i % (kGroups * 2) / 2 * 8 + i % 2;
+        if (column - (r / 2 * 64 + r % 2 * 8) < low)
+          s[r][i % (kGroups * 2) / 2][i % 2] = negative_infinity();
+      }
+    }
+    if (tile >= full_end) {
+      const i32 key = tile * kBlockN + g * 2;
+      const i32 first = band.high_from(row_of(0), key), end = band.n_k - key;
 #pragma unroll
-      for (int j = 0; j < kGroups; ++j) {
+      for (int i = 0; i < kRows; ++i) {
+        const i32 high = min(first + i / 2 * 64 + i % 2 * 8, end);
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const i32 key = j * 8 + g * 2 + e;
-          if (key < low || key >= high) s[i][j][e] = negative_infinity();
+        for (int j = 0; j < kGroups * 2; ++j) {
+          if (j / 2 * 8 + j % 2 >= high) s[i][j / 2][j % 2] = negative_infinity();
         }
       }
     }
@@ -319,9 +320,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     if constexpr (A::kReference == Reference::kFinal) {
       // A first pass for the exact max of every row.
       for (i32 tile = tile_end - 1; tile >= tile_begin; --tile) {
-        load_k(tile);
+        load_k(tile).all();
         synchronise();
-        capped_scores(s, tile);
+        scores<S, 1>(s, q_lane, k_lane_of(tile), [](int) {});
+        cap(s);
         mask(s, tile);
         float top[kRows];
         thread_max(top, s);
@@ -331,23 +333,35 @@ __global__ void __launch_bounds__(kThreads, 1)
         __syncthreads();
       }
     }
-    load_k(tile_end - 1);
-    if constexpr (S::kStages == 2) load_v(tile_end - 1);
+    load_k(tile_end - 1).all();
+    if constexpr (S::kStages == 2) load_v(tile_end - 1).all();
 
 #pragma unroll 1
     for (i32 tile = tile_end - 1; tile >= tile_begin; --tile) {
       synchronise();
       if constexpr (S::kStages == 2) {
-        load_k(tile - 1);
-        load_v(tile - 1);
-        capped_scores(s, tile);
+        auto next_k = load_k(tile - 1);
+        auto next_v = load_v(tile - 1);
+        if constexpr (S::kSpread) {
+          // A piece of each at a time: their reads of shared memory are kept waiting less often.
+          constexpr int kPieces = LoadK::kPieces > LoadV::kPieces ? LoadK::kPieces : LoadV::kPieces;
+          scores<S, kPieces>(s, q_lane, k_lane_of(tile), [&](int i) {
+            if (i < LoadK::kPieces) next_k.piece(i);
+            if (i < LoadV::kPieces) next_v.piece(i);
+          });
+        } else {
+          next_k.all();
+          next_v.all();
+          scores<S, 1>(s, q_lane, k_lane_of(tile), [](int) {});
+        }
       } else {
-        load_v(tile);
-        capped_scores(s, tile);
+        auto own_v = load_v(tile);
+        scores<S, LoadV::kPieces>(s, q_lane, k_lane_of(tile), [&](int i) { own_v.piece(i); });
         synchronise();
-        load_k(tile - 1);
+        load_k(tile - 1).all();
       }
 
+      cap(s);
       mask(s, tile);
       float alpha[kRows];
       softmax<A>(state, s, alpha, params.c, params.stale_limit);
@@ -414,8 +428,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
     if ((kStaged && params.rest == nullptr) || row >= band.n_q) continue;
-    const i64 at = offset(params.out_strides, out_batch, out_head, row);
-    const i64 rest_at = offset(params.rest_strides, out_batch, out_head, row);
+    const i64 at = params.out_strides.at(out_batch, out_head, row);
+    const i64 rest_at = params.rest_strides.at(out_batch, out_head, row);
 #pragma unroll
     for (int j = 0; j < S::kDv / 8; ++j) {
       const int column = j * 8 + g * 2;
@@ -444,8 +458,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       const int local = row_of_warp / 16 * 64 + thread / 32 * 16 + row_of_warp % 16;
       const i32 row = first_row + local;
       if (row >= band.n_q || chunk * 8 >= params.d_v) continue;
-      u16* out =
-          static_cast<u16*>(params.out) + offset(params.out_strides, out_batch, out_head, row);
+      u16* out = static_cast<u16*>(params.out) + params.out_strides.at(out_batch, out_head, row);
       *reinterpret_cast<uint4*>(out + chunk * 8) =
           *reinterpret_cast<const uint4*>(shared + local * S::Q::kPitch + chunk * 16);
     }

@@ -1,10 +1,18 @@
-// The band of keys [low, high) that a row sees: every mask (causal, window, alignment) in two
-// integers.
+// Where things are: strides of a tensor, and the band of keys [low, high) that a row sees: every
+// mask (causal, window, alignment) in two integers.
 #pragma once
 
 #include "ptx/types.cuh"
 
 namespace cuflash {
+
+struct Strides {
+  i64 batch, head, row;  // in elements; the last axis is contiguous
+
+  __device__ __forceinline__ i64 at(i32 b, i32 h, i32 r = 0) const {
+    return b * batch + h * head + r * row;
+  }
+};
 
 struct Band {
   i32 n_q, n_k;
@@ -18,6 +26,20 @@ struct Band {
   __device__ __forceinline__ i32 high(i32 row) const {
     const i64 end = static_cast<i64>(row) + diagonal + right + 1;
     return end < n_k ? (end > 0 ? static_cast<i32>(end) : 0) : n_k;
+  }
+  // The same bounds relative to `key`, as row + i sees them at + i: not cut to [0, n_k), but
+  // brought within 2^30, where 32 bits and the sides of a tile are safe.
+  __device__ __forceinline__ i32 low_from(i32 row, i32 key) const {
+    return near(static_cast<i64>(row) + diagonal - left - key);
+  }
+  __device__ __forceinline__ i32 high_from(i32 row, i32 key) const {
+    return near(static_cast<i64>(row) + diagonal + right + 1 - key);
+  }
+
+ private:
+  __device__ __forceinline__ static i32 near(i64 x) {
+    constexpr i64 kFar = 1 << 30;
+    return static_cast<i32>(x > kFar ? kFar : (x < -kFar ? -kFar : x));
   }
 };
 

@@ -10,14 +10,6 @@
 
 namespace cuflash {
 
-struct Strides {
-  i64 batch, head, row;  // in elements; the last axis is contiguous
-
-  __device__ __forceinline__ i64 at(i32 b, i32 h, i32 r = 0) const {
-    return b * batch + h * head + r * row;
-  }
-};
-
 // Terms of A and B in the order of their products.
 constexpr int kProducts = 6;
 __host__ __device__ constexpr int term_of_a(int product) {

@@ -10,14 +10,6 @@
 
 namespace cuflash {
 
-struct TensorStrides {
-  i64 batch, head, row;  // in elements; the last axis is contiguous
-
-  __device__ __forceinline__ i64 at(i32 b, i32 h, i32 r = 0) const {
-    return b * batch + h * head + r * row;
-  }
-};
-
 struct GradientParams {
   const u16 *q, *k, *v, *dout;
   void *dq, *dk, *dv;
@@ -25,7 +17,7 @@ struct GradientParams {
   float* sums;                // (batch * heads, blocks, kBlockM * kD): dQ so far, as in registers
   i32* turns;    // (batch * heads, blocks): key tiles that have been added; zeros at first
   i32* tickets;  // CTAs that have started; 0 at first
-  TensorStrides q_strides, k_strides, v_strides, dout_strides, dq_strides, dk_strides, dv_strides;
+  Strides q_strides, k_strides, v_strides, dout_strides, dq_strides, dk_strides, dv_strides;
   Band band;
   i32 heads, group;  // query heads, query heads per key head
   i32 d, d_v;

@@ -3,6 +3,7 @@
 // do see one get it afterwards, out of global memory.
 #pragma once
 
+#include "tile/band.cuh"
 #include "tile/layout.cuh"
 #include "tile/numerics.cuh"
 
@@ -43,6 +44,45 @@ __device__ __forceinline__ bool zero_nonfinite(char* tile) {
     found |= x != y;
   }
   return found;
+}
+
+// The same in one pass over a tile whose layout does not matter: true if this thread found any.
+template <class Half, int kBytes, int kThreads>
+__device__ __forceinline__ bool clear_nonfinite(char* tile, int thread) {
+  bool found = false;
+#pragma unroll 4
+  for (int i = thread; i < kBytes / 16; i += kThreads) {
+    uint4* at = reinterpret_cast<uint4*>(tile) + i;
+    const uint4 x = *at;
+    constexpr u32 kExponents = Half::kExponent << 16 | Half::kExponent;
+    constexpr u32 kOneMore = (Half::kExponent & (0u - Half::kExponent)) * 0x10001u;
+    const u32 carries = ((x.x & kExponents) + kOneMore) | ((x.y & kExponents) + kOneMore) |
+                        ((x.z & kExponents) + kOneMore) | ((x.w & kExponents) + kOneMore);
+    if ((carries & 0x80008000u) == 0) continue;
+    found = true;
+    u16* halves = reinterpret_cast<u16*>(at);
+#pragma unroll 1
+    for (int e = 0; e < 8; ++e) {
+      if ((halves[e] & Half::kExponent) == Half::kExponent) halves[e] = 0;
+    }
+  }
+  return found;
+}
+
+// The sum of the NaN and Inf of one column of V that a row sees outside the keys [full_begin,
+// full_end): 0 if there are none.
+template <class Half>
+__device__ __forceinline__ float visible_special(const Band& band, const u16* column,
+                                                 i64 row_stride, i32 row, i32 full_begin,
+                                                 i32 full_end) {
+  float special = 0.0f;
+#pragma unroll 1
+  for (i32 key = band.low(row); key < band.high(row); ++key) {
+    if (key >= full_begin && key < full_end) continue;
+    const u16 x = column[key * row_stride];
+    if ((x & Half::kExponent) == Half::kExponent) special = __fadd_rn(special, Half::widen(x));
+  }
+  return special;
 }
 
 }  // namespace cuflash

@@ -1,0 +1,374 @@
+// dQ, dK and dV on Hopper in one pass, head dimensions up to 128: TMA, wgmma, warp specialisation.
+// A CTA takes 128 keys of one key head, 64 for each of its two consumer warpgroups, which keep
+// their dK and dV in registers, and walks all rows that see them, of all query heads of the group,
+// in ascending order. One warp loads, two add the shares of dQ. See sm90/sums.cuh for the order of
+// dQ and why every wait for other CTAs ends.
+#include "sm90/specials.cuh"
+#include "sm90/sums.cuh"
+
+namespace cuflash::sm90 {
+
+// kBlockM: queries of a step. kEarly: dV is issued before dS is made, and S of the next step behind
+// dK and dQ; else the products follow each other as they are needed. Neither changes a bit.
+template <class Half_, int kD_, int kDv_, int kBlockM_, bool kEarly_>
+struct BackwardShape {
+  using Half = Half_;
+  static constexpr int kD = kD_, kDv = kDv_, kBlockM = kBlockM_, kBlockN = 128;
+  static constexpr bool kEarly = kEarly_, kBf16 = Half::kOnes == 0x3f803f80u;
+  using K = Panels<kBlockN, kD>;
+  using V = Panels<kBlockN, kDv>;
+  using Q = Panels<kBlockM, kD>;
+  using DO = Panels<kBlockM, kDv>;
+  using DS = Panels<kBlockM, kBlockN>;  // rows are queries
+  // A warpgroup's part of dQ: one panel of columns, or half of the queries.
+  static constexpr int kPartM = K::kCount == 2 ? kBlockM : kBlockM / 2;
+  static constexpr int kShareBytes = 2 * Part<kPartM>::kBytes;
+  // Shared memory, in bytes from its start.
+  static constexpr u32 kK = 0, kV = kK + K::kBytes, kQ = kV + V::kBytes, kDO = kQ + 2 * Q::kBytes,
+                       kDS = kDO + 2 * DO::kBytes, kShare = kDS + 2 * DS::kBytes,
+                       kLse = kShare + 2 * kShareBytes, kDelta = kLse + 8 * kBlockM,
+                       kBarriers = kDelta + 8 * kBlockM;
+  static constexpr u32 kKeysFull = kBarriers, kQFull = kKeysFull + 8, kQEmpty = kQFull + 16,
+                       kDOFull = kQEmpty + 16, kDOEmpty = kDOFull + 16, kDSFull = kDOEmpty + 16,
+                       kDSEmpty = kDSFull + 16, kShareFull = kDSEmpty + 16,
+                       kShareEmpty = kShareFull + 16, kSmallAt = kShareEmpty + 16,
+                       kTicket = kSmallAt + 8, kBytes = kTicket + 8;
+};
+
+template <class S, bool kSoftcap, bool kFloatOut>
+__global__ void __launch_bounds__(kThreads, 1)
+    backward(const __grid_constant__ BackwardParams params) {
+  using Half = typename S::Half;
+  using Q = typename S::Q;
+  using DO = typename S::DO;
+  using K = typename S::K;
+  using V = typename S::V;
+  using DS = typename S::DS;
+  constexpr int kBlockM = S::kBlockM, kBlockN = S::kBlockN, kGroups = kBlockM / 8;
+  constexpr bool kBf16 = S::kBf16, kMost = S::kEarly && !kSoftcap;
+  extern __shared__ __align__(1024) char shared[];
+  const u32 base = ptx::shared_address(shared);
+  const int warpgroup = __shfl_sync(kWholeWarp, threadIdx.x / 128, 0), lane = threadIdx.x % 32;
+  const Band& band = params.band;
+
+  if (threadIdx.x == 0) {
+    constexpr u32 kWarps = kConsumers / 32;
+    ptx::mbarrier_init(base + S::kKeysFull, 1);
+    for (int i = 0; i < 2; ++i) {
+      ptx::mbarrier_init(base + S::kQFull + 8 * i, 1);
+      ptx::mbarrier_init(base + S::kQEmpty + 8 * i, kWarps);
+      ptx::mbarrier_init(base + S::kDOFull + 8 * i, 1);
+      ptx::mbarrier_init(base + S::kDOEmpty + 8 * i, kWarps);
+      ptx::mbarrier_init(base + S::kDSFull + 8 * i, kWarps);
+      ptx::mbarrier_init(base + S::kDSEmpty + 8 * i, kWarps);
+      ptx::mbarrier_init(base + S::kShareFull + 8 * i, kWarps);
+      ptx::mbarrier_init(base + S::kShareEmpty + 8 * i, 1);
+      ptx::st_shared(base + S::kSmallAt + 4 * i, 0);
+    }
+    ptx::fence_mbarrier_init();
+    ptx::st_shared(base + S::kTicket, atomicAdd(params.tickets, 1));
+  }
+  __syncthreads();
+  const Piece<kBlockM, kBlockN> piece(params, ptx::ld_shared(base + S::kTicket));
+
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<kLoaderRegs<kMost>>();
+    const int warp = threadIdx.x / 32;
+    if (threadIdx.x == 0 && piece.steps > 0) {
+      // -- The loader: K and V once, then Q and dO of every step with LSE and delta --------------
+      auto load = [&](const ptx::TensorMap& map, u32 to, u32 full, int panels, int panel_bytes,
+                      i32 row, i32 head) {
+        for (int i = 0; i < panels; ++i)
+          ptx::tma_load_4d(to + i * panel_bytes, map, full, i * kPanelCols, row, head, piece.batch);
+      };
+      ptx::mbarrier_arrive_expect_tx(base + S::kKeysFull, K::kBytes + V::kBytes);
+      load(params.k_map, base + S::kK, base + S::kKeysFull, K::kCount, K::kPanelBytes,
+           piece.first_key, piece.kv_head);
+      load(params.v_map, base + S::kV, base + S::kKeysFull, V::kCount, V::kPanelBytes,
+           piece.first_key, piece.kv_head);
+      Walk walk = Walk::at(piece, params.group, 0);
+      for (i32 step = 0; step < piece.steps; ++step, walk.next(piece)) {
+        const u32 stage = step % 2, parity = step / 2 % 2 ^ 1;
+        const i32 row = walk.block * kBlockM;
+        const i64 at =
+            static_cast<i64>(piece.batch * params.heads + walk.head) * params.pitch + row;
+        const u32 q_full = base + S::kQFull + 8 * stage, do_full = base + S::kDOFull + 8 * stage;
+        ptx::mbarrier_wait(base + S::kQEmpty + 8 * stage, parity);
+        ptx::mbarrier_arrive_expect_tx(q_full, Q::kBytes + kBlockM * 4);
+        load(params.q_map, base + S::kQ + stage * Q::kBytes, q_full, Q::kCount, Q::kPanelBytes, row,
+             walk.head);
+        ptx::bulk_load(base + S::kLse + stage * kBlockM * 4, params.lse2 + at, kBlockM * 4, q_full);
+        ptx::mbarrier_wait(base + S::kDOEmpty + 8 * stage, parity);
+        ptx::mbarrier_arrive_expect_tx(do_full, DO::kBytes + kBlockM * 4);
+        load(params.dout_map, base + S::kDO + stage * DO::kBytes, do_full, DO::kCount,
+             DO::kPanelBytes, row, walk.head);
+        ptx::bulk_load(base + S::kDelta + stage * kBlockM * 4, params.delta + at, kBlockM * 4,
+                       do_full);
+      }
+    } else if (warp == 1 || warp == 2) {
+      // -- Two warps that add dQ, step after step in turn ----------------------------------------
+      const u32 mine = warp - 1;
+      for (i32 step = mine; step < piece.steps; step += 2) {
+        const Walk walk = Walk::at(piece, params.group, step);
+        const i32 blocks = (band.n_q + kBlockM - 1) / kBlockM;
+        const i32 block_at = (piece.batch * params.heads + walk.head) * blocks + walk.block;
+        const i32 turn = turn_of<kBlockM, kBlockN>(params, piece.tile, walk.block);
+        ptx::mbarrier_wait(base + S::kShareFull + 8 * mine, step / 2 % 2);
+        add_share<S::kShareBytes>(params, block_at, turn, base + S::kShare + mine * S::kShareBytes,
+                                  base + S::kShareEmpty + 8 * mine, base + S::kSmallAt + 4 * mine);
+      }
+    }
+    return;
+  }
+
+  // -- Consumers: 64 keys each
+  // ---------------------------------------------------------------------
+  ptx::setmaxnreg_inc<kConsumerRegs<kMost>>();
+  const int mine = warpgroup - 1, thread = threadIdx.x % 128;
+  const Place place = Place::of(thread);
+  float dk[2][S::kD / 8][2], dv[2][S::kDv / 8][2];
+  clear(dk);
+  clear(dv);
+
+  const u32 k_rows = descriptor(base + S::kK + mine * 64 * kPanelPitch, 16),
+            v_rows = descriptor(base + S::kV + mine * 64 * kPanelPitch, 16),
+            k_columns = descriptor(base + S::kK + (K::kCount == 2 ? mine * K::kPanelBytes : 0), 16);
+  const u32 ds_queries = K::kCount == 2 ? 0 : mine * S::kPartM * kPanelPitch;
+  const u32 share_at = Part<S::kPartM>::of(mine * Part<S::kPartM>::kBytes, thread);
+  auto arrive = [&](u32 barrier) {
+    if (lane == 0) ptx::mbarrier_arrive(barrier);
+  };
+  auto wait_q = [&](i32 step) {
+    ptx::mbarrier_wait(base + S::kQFull + 8 * (step % 2), step / 2 % 2);
+  };
+  auto issue_scores = [&](Accumulator<kGroups>& s, i32 step) {
+    issue_columns<kBf16, K, Q, S::kD>(s, k_rows,
+                                      descriptor(base + S::kQ + step % 2 * Q::kBytes, 16));
+  };
+  // dQ of a step: K^T dS^T, 64 columns of the head by kPartM queries.
+  auto issue_share = [&](Accumulator<S::kPartM / 8>& dq, i32 step) {
+    issue_transposed<kBf16, DS, kBlockN>(
+        dq, k_columns, descriptor(base + S::kDS + step % 2 * DS::kBytes + ds_queries, 16));
+  };
+  Specials<S> specials(params, piece, shared, mine, thread);
+  // Its way out. The product has been waited for.
+  auto hand_out = [&](Accumulator<S::kPartM / 8>& dq, i32 step) {
+    if (specials.in_keys)
+      specials.add_keys(dq, shared + S::kDS + step % 2 * DS::kBytes, step,
+                        K::kCount == 2 ? mine * kPanelCols : 0,
+                        K::kCount == 2 ? 0 : mine * S::kPartM);
+    arrive(base + S::kDSEmpty + 8 * (step % 2));
+    ptx::mbarrier_wait(base + S::kShareEmpty + 8 * (step % 2), step / 2 % 2 ^ 1);
+    store_share(base + S::kShare + step % 2 * S::kShareBytes + share_at, dq);
+    if (holds_small(dq)) ptx::st_shared(base + S::kSmallAt + 4 * (step % 2), kSmall);
+    ptx::fence_proxy_async();
+    __syncwarp();
+    arrive(base + S::kShareFull + 8 * (step % 2));
+  };
+
+  // Warpgroups take turns: one computes P and dS while the other's products run.
+  auto wait_turn = [&] { ptx::bar_sync(kTurn + mine, kConsumers); };
+  auto pass_turn = [&] { ptx::bar_arrive(kTurn + (mine ^ 1), kConsumers); };
+  if (mine == 1) ptx::bar_arrive(kTurn, kConsumers);
+
+  Walk walk = Walk::at(piece, params.group, 0);
+  float s_next[2][kGroups][2];
+  if (piece.steps > 0) {
+    ptx::mbarrier_wait(base + S::kKeysFull, 0);
+    if (params.masked) specials.look_at_keys();
+    if (S::kEarly) {
+      wait_q(0);
+      ptx::fence_operands(s_next);
+      ptx::wgmma_fence();
+      issue_scores(s_next, 0);
+      ptx::wgmma_commit_group();
+      ptx::wgmma_wait_group<0>();
+      ptx::fence_operands(s_next);
+    }
+  }
+
+#pragma unroll 1
+  for (i32 step = 0; step < piece.steps; ++step, walk.next(piece)) {
+    const u32 stage = step % 2, parity = step / 2 % 2;
+    const u32 do_tile = base + S::kDO + stage * DO::kBytes;
+    float s[2][kGroups][2], dp[2][kGroups][2], slope[2][kSoftcap ? kGroups : 1][2];
+    u32 p_half[kGroups / 2][4], ds_half[kGroups / 2][4];
+    if constexpr (S::kEarly) {
+#pragma unroll
+      for (int i = 0; i < 4 * kGroups; ++i) (&s[0][0][0])[i] = (&s_next[0][0][0])[i];
+    } else {
+      wait_q(step);
+      ptx::fence_operands(s);
+      ptx::wgmma_fence();
+      issue_scores(s, step);
+      ptx::wgmma_commit_group();
+    }
+    ptx::mbarrier_wait(base + S::kDOFull + 8 * stage, parity);
+    ptx::fence_operands(dp);
+    ptx::wgmma_fence();
+    issue_columns<kBf16, V, DO, S::kDv>(dp, v_rows, descriptor(do_tile, 16));
+    ptx::wgmma_commit_group();
+    const bool plain = piece.plain(walk.block);
+    bool special = false;
+    if (!plain && params.masked) {
+      special = specials.in_rows(stage);
+      if (special) {
+        ptx::wgmma_wait_group<0>();  // what was issued needs them
+        ptx::fence_operands(s);
+        ptx::fence_operands(dp);
+        specials.clear_rows(stage);
+      }
+    }
+    wait_turn();
+    if constexpr (!S::kEarly) {
+      ptx::wgmma_wait_group<1>();
+      ptx::fence_operands(s);
+    }
+    const RowsOfKey seen{band, walk.block * kBlockM, piece.first_key + mine * 64};
+    if (specials.in_keys) specials.add_to_scores(s, walk, mine * 64, 0);
+    probabilities<kSoftcap>(s, slope, base + S::kLse + (stage * kBlockM + place.column) * 4,
+                            params);
+    if (!plain) clear_unseen(s, place, seen);
+    pack<Half>(p_half, s);
+    auto issue_dv = [&] {
+      ptx::fence_operands(dv);
+      ptx::fence_operands(p_half);
+      ptx::wgmma_fence();
+      issue_rows<kBf16>(dv, p_half, descriptor(do_tile, DO::kPanelBytes));
+      ptx::wgmma_commit_group();
+    };
+    if constexpr (S::kEarly) {
+      issue_dv();
+      ptx::wgmma_wait_group<1>();
+    } else {
+      ptx::wgmma_wait_group<0>();
+    }
+    ptx::fence_operands(dp);
+    score_gradients<kSoftcap>(dp, s, slope,
+                              base + S::kDelta + (stage * kBlockM + place.column) * 4);
+    if (!plain) clear_unseen(dp, place, seen);
+    pack<Half>(ds_half, dp);
+    const u32 ds_tile = base + S::kDS + stage * DS::kBytes;
+    ptx::mbarrier_wait(base + S::kDSEmpty + 8 * stage, parity ^ 1);
+    if (special) {  // P takes the place of dS for a while
+      ptx::wgmma_wait_group<0>();
+      ptx::fence_operands(dv);
+      ptx::fence_operands(p_half);
+      store_transposed<DS>(ds_tile, p_half, mine * 64, thread);
+      ptx::bar_sync(kWarpgroup + mine, 128);
+      specials.add_rows(dv, shared + (ds_tile - base),
+                        params.dout + params.dout_strides.at(piece.batch, walk.head),
+                        params.dout_strides.row, params.d_v, walk.block, mine * 64, 0);
+      ptx::bar_sync(kWarpgroup + mine, 128);
+    }
+    store_transposed<DS>(ds_tile, ds_half, mine * 64, thread);
+    if (special) {
+      ptx::bar_sync(kWarpgroup + mine, 128);
+      specials.add_rows(dk, shared + (ds_tile - base),
+                        params.q + params.q_strides.at(piece.batch, walk.head),
+                        params.q_strides.row, params.d, walk.block, mine * 64, 0);
+    }
+    ptx::fence_proxy_async();
+    pass_turn();
+    if constexpr (!S::kEarly) issue_dv();
+    __syncwarp();
+    arrive(base + S::kDSFull + 8 * stage);
+    if (S::kEarly && step + 1 < piece.steps) wait_q(step + 1);
+    if (step > 0) ptx::mbarrier_wait(base + S::kDSFull + 8 * (stage ^ 1), (step - 1) / 2 % 2);
+
+    float dq[2][S::kPartM / 8][2];
+    auto issue_dk = [&] {
+      ptx::fence_operands(dk);
+      ptx::fence_operands(ds_half);
+      ptx::wgmma_fence();
+      issue_rows<kBf16>(dk, ds_half, descriptor(base + S::kQ + stage * Q::kBytes, Q::kPanelBytes));
+      ptx::wgmma_commit_group();
+    };
+    // dQ of the step before: meanwhile the other warpgroup has written its dS, too. In the first
+    // step it is a product of whatever is there, and not used.
+    auto issue_dq = [&] {
+      ptx::fence_operands(dq);
+      ptx::wgmma_fence();
+      issue_share(dq, step + 1);
+      ptx::wgmma_commit_group();
+    };
+    if constexpr (S::kEarly) {
+      ptx::wgmma_wait_group<0>();  // dV: P's registers are free
+      ptx::fence_operands(dv);
+      ptx::fence_operands(p_half);
+      arrive(base + S::kDOEmpty + 8 * stage);
+      issue_dk();
+      issue_dq();
+      float ahead[2][kGroups][2];  // after the last step, a product that is not used
+      ptx::fence_operands(ahead);
+      ptx::wgmma_fence();
+      issue_scores(ahead, step + 1);
+      ptx::wgmma_commit_group();
+      ptx::wgmma_wait_group<1>();
+      ptx::fence_operands(dq);
+      ptx::fence_operands(dk);
+      ptx::fence_operands(ds_half);
+      arrive(base + S::kQEmpty + 8 * stage);
+      if (step > 0) hand_out(dq, step - 1);
+      ptx::wgmma_wait_group<0>();
+      ptx::fence_operands(ahead);
+#pragma unroll
+      for (int i = 0; i < 4 * kGroups; ++i) (&s_next[0][0][0])[i] = (&ahead[0][0][0])[i];
+    } else {
+      issue_dq();
+      issue_dk();
+      ptx::wgmma_wait_group<1>();
+      ptx::fence_operands(dq);
+      ptx::fence_operands(dv);
+      ptx::fence_operands(p_half);
+      arrive(base + S::kDOEmpty + 8 * stage);
+      if (step > 0) hand_out(dq, step - 1);
+      ptx::wgmma_wait_group<0>();
+      ptx::fence_operands(dk);
+      ptx::fence_operands(ds_half);
+      arrive(base + S::kQEmpty + 8 * stage);
+    }
+  }
+  if (piece.steps > 0) {
+    const i32 step = piece.steps - 1;
+    float dq[2][S::kPartM / 8][2];
+    ptx::mbarrier_wait(base + S::kDSFull + 8 * (step % 2), step / 2 % 2);
+    ptx::fence_operands(dq);
+    ptx::wgmma_fence();
+    issue_share(dq, step);
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<0>();
+    ptx::fence_operands(dq);
+    hand_out(dq, step);
+  }
+
+  // -- dK and dV: in halves through the places of K and V
+  // ------------------------------------------
+  const i32 first_key = piece.first_key + mine * 64;
+  if constexpr (kFloatOut) {
+    write_rows(static_cast<float*>(params.dk) +
+                   params.dk_strides.at(piece.batch, piece.kv_head, first_key),
+               params.dk_strides.row, band.n_k - first_key, params.d, dk, params.scale, thread);
+    write_rows(static_cast<float*>(params.dv) +
+                   params.dv_strides.at(piece.batch, piece.kv_head, first_key),
+               params.dv_strides.row, band.n_k - first_key, params.d_v, dv, 1.0f, thread);
+  } else {
+    ptx::bar_sync(kBoth, kConsumers);  // both have read K and V
+    stage_rows<Half, K, S::kD / 8>(base + S::kK, mine * 64, dk, params.scale, thread);
+    stage_rows<Half, V, S::kDv / 8>(base + S::kV, mine * 64, dv, 1.0f, thread);
+    ptx::fence_proxy_async();
+    ptx::bar_sync(kWarpgroup + mine, 128);
+    if (thread == 0 && first_key < band.n_k) {
+      for (int i = 0; i < K::kCount; ++i)
+        ptx::tma_store_4d(base + S::kK + i * K::kPanelBytes + mine * 64 * kPanelPitch,
+                          params.dk_map, i * kPanelCols, first_key, piece.kv_head, piece.batch);
+      for (int i = 0; i < V::kCount; ++i)
+        ptx::tma_store_4d(base + S::kV + i * V::kPanelBytes + mine * 64 * kPanelPitch,
+                          params.dv_map, i * kPanelCols, first_key, piece.kv_head, piece.batch);
+      ptx::cp_async_bulk_commit_group();
+      ptx::cp_async_bulk_wait_group_read<0>();
+    }
+  }
+}
+
+}  // namespace cuflash::sm90

@@ -1,0 +1,167 @@
+// NaN and Inf behind a mask in the Hopper backward: 0 * NaN would carry them into rows and keys
+// that do not see them. Of K they are taken out of shared memory once, of Q and dO in each step
+// whose block a mask cuts, after S and dP have had them; whoever does see them gets them out of
+// global memory. All of this is rare, and as short as it can be. Both warpgroups look at the whole
+// tiles and so decide the same.
+#pragma once
+
+#include "sm90/gradient.cuh"
+
+namespace cuflash::sm90 {
+
+// Whether this thread's share of a tile holds NaN or Inf: an exponent of all ones carries into the
+// sign's place.
+template <class Half, int kBytes, int kThreads>
+__device__ __forceinline__ bool finds_nonfinite(const char* tile, int thread) {
+  constexpr u32 kExponents = Half::kExponent << 16 | Half::kExponent;
+  constexpr u32 kOneMore = (Half::kExponent & (0u - Half::kExponent)) * 0x10001u;
+  u32 carries = 0;
+#pragma unroll 2
+  for (int i = thread; i < kBytes / 16; i += kThreads) {
+    const uint4 x = reinterpret_cast<const uint4*>(tile)[i];
+    carries |= ((x.x & kExponents) + kOneMore) | ((x.y & kExponents) + kOneMore);
+    carries |= ((x.z & kExponents) + kOneMore) | ((x.w & kExponents) + kOneMore);
+  }
+  return (carries & 0x80008000u) != 0;
+}
+
+template <class Half>
+__device__ __forceinline__ bool is_special(u16 x) {
+  return (x & Half::kExponent) == Half::kExponent;
+}
+
+template <class S>
+struct Specials {
+  using Half = typename S::Half;
+  using DS = typename S::DS;
+  using P = Piece<S::kBlockM, S::kBlockN>;
+  const BackwardParams& params;
+  const P& piece;
+  char* const shared;
+  const int mine, thread;  // warpgroup, thread in it
+  bool in_keys = false;    // K has some, and is clean now
+
+  __device__ __forceinline__ Specials(const BackwardParams& params, const P& piece, char* shared,
+                                      int mine, int thread)
+      : params(params), piece(piece), shared(shared), mine(mine), thread(thread) {}
+
+  __device__ __forceinline__ bool agree(bool found) const {
+    return ptx::bar_red_or(kWarpgroup + mine, 128, found);
+  }
+
+  // Once, when K has arrived.
+  __device__ __forceinline__ void look_at_keys() {
+    in_keys = agree(finds_nonfinite<Half, S::K::kBytes, 128>(shared + S::kK, thread));
+    if (!in_keys) return;
+    ptx::bar_sync(kBoth, kConsumers);  // both have looked
+    clear_nonfinite<Half, S::K::kBytes, kConsumers>(shared + S::kK, mine * 128 + thread);
+    ptx::fence_proxy_async();
+    ptx::bar_sync(kBoth, kConsumers);
+  }
+
+  // Whether Q or dO of a stage has some, and its end, when S and dP of both warpgroups are there.
+  __device__ __forceinline__ bool in_rows(u32 stage) const {
+    const char *q = shared + S::kQ + stage * S::Q::kBytes,
+               *dout = shared + S::kDO + stage * S::DO::kBytes;
+    return agree(finds_nonfinite<Half, S::Q::kBytes, 128>(q, thread) ||
+                 finds_nonfinite<Half, S::DO::kBytes, 128>(dout, thread));
+  }
+  __device__ __forceinline__ void clear_rows(u32 stage) const {
+    ptx::bar_sync(kBoth, kConsumers);
+    const int i = mine * 128 + thread;
+    clear_nonfinite<Half, S::Q::kBytes, kConsumers>(shared + S::kQ + stage * S::Q::kBytes, i);
+    clear_nonfinite<Half, S::DO::kBytes, kConsumers>(shared + S::kDO + stage * S::DO::kBytes, i);
+    ptx::fence_proxy_async();
+    ptx::bar_sync(kBoth, kConsumers);
+  }
+
+  // What the keys' specials do to S: columns are queries from `first_query` of the block.
+  template <int kGroups>
+  __device__ __forceinline__ void add_to_scores(Accumulator<kGroups>& s, const Walk& walk,
+                                                int first_key, int first_query) const {
+    const int lane = ptx::thread_index() % 32;
+    const i32 row = walk.block * S::kBlockM + first_query + lane % 4 * 2;
+    const i32 key = piece.first_key + first_key + ptx::thread_index() % 128 / 32 * 16 + lane / 4;
+    one_by_one(s, [&](float sum, int h, int column) {
+      const i32 r = row + column, k_row = key + 8 * h;
+      if (r >= params.band.n_q || k_row >= params.band.n_k) return sum;
+      const u16* q = params.q + params.q_strides.at(piece.batch, walk.head, r);
+      const u16* k = params.k + params.k_strides.at(piece.batch, piece.kv_head, k_row);
+#pragma unroll 1
+      for (int i = 0; i < params.d; ++i) {
+        if (is_special<Half>(k[i]))
+          sum = __fadd_rn(sum, __fmul_rn(Half::widen(q[i]), Half::widen(k[i])));
+      }
+      return sum;
+    });
+  }
+
+  // What specials of rows do to dK or dV: their weights are halves of P or dS, which the warpgroup
+  // has just written. Columns from `first_column`.
+  template <int kGroups>
+  __device__ __forceinline__ void add_rows(Accumulator<kGroups>& acc, const char* weights,
+                                           const u16* rows, i64 row_stride, int columns, i32 block,
+                                           int first_key, int first_column) const {
+    const int lane = ptx::thread_index() % 32;
+    const i32 first_row = block * S::kBlockM;
+    const int key = first_key + ptx::thread_index() % 128 / 32 * 16 + lane / 4;
+    one_by_one(acc, [&](float sum, int h, int column) {
+      column += first_column + lane % 4 * 2;
+      if (column >= columns) return sum;
+      return weighted(sum, weights, rows + first_row * row_stride + column, row_stride,
+                      RowsOfKey{params.band, first_row, piece.first_key}(key + 8 * h),
+                      min(S::kBlockM, params.band.n_q - first_row), key + 8 * h, true);
+    });
+  }
+
+  // What the keys' specials do to a share of dQ: rows are columns of the head from `first_column`,
+  // columns queries from `first_query` of the block.
+  template <int kGroups>
+  __device__ __forceinline__ void add_keys(Accumulator<kGroups>& dq, const char* weights, i32 step,
+                                           int first_column, int first_query) const {
+    const int lane = ptx::thread_index() % 32;
+    const i32 block = Walk::at(piece, params.group, step).block;
+    const int first = first_column + ptx::thread_index() % 128 / 32 * 16 + lane / 4;
+    one_by_one(dq, [&](float sum, int h, int query) {
+      const int column = first + 8 * h;
+      query += first_query + lane % 4 * 2;
+      if (column >= params.d) return sum;
+      const u16* k = params.k + params.k_strides.at(piece.batch, piece.kv_head, piece.first_key);
+      return weighted(sum, weights, k + column, params.k_strides.row,
+                      KeysOfRow{params.band, block * S::kBlockM, piece.first_key}(query),
+                      min(S::kBlockN, params.band.n_k - piece.first_key), query, false);
+    });
+  }
+
+  // sum + the specials of a column times their weights: by row of the weights, or along one.
+  __device__ __forceinline__ float weighted(float sum, const char* weights, const u16* column,
+                                            i64 stride, Range seen, int end, int fixed,
+                                            bool by_row) const {
+#pragma unroll 1
+    for (int i = max(seen.low, 0); i < min(seen.high, end); ++i) {
+      const u16 value = column[i * stride];
+      if (!is_special<Half>(value)) continue;
+      const int query = by_row ? i : fixed, key = by_row ? fixed : i;
+      const u16 weight =
+          *reinterpret_cast<const u16*>(weights + DS::chunk(query, key) + key % 8 * 2);
+      sum = __fadd_rn(sum, __fmul_rn(Half::widen(weight), Half::widen(value)));
+    }
+    return sum;
+  }
+
+  // Accumulators take turns in one register, so that this rare code is short. add(x, h, column).
+  template <int kGroups, class Add>
+  __device__ __forceinline__ void one_by_one(Accumulator<kGroups>& acc, const Add& add) const {
+    constexpr int kCount = 4 * kGroups;
+    float* const x = &acc[0][0][0];
+#pragma unroll 1
+    for (int i = 0; i < kCount; ++i) {
+      const float sum = add(x[0], i / (2 * kGroups), i / 2 % kGroups * 8 + i % 2);
+#pragma unroll
+      for (int j = 0; j + 1 < kCount; ++j) x[j] = x[j + 1];
+      x[kCount - 1] = sum;
+    }
+  }
+};
+
+}  // namespace cuflash::sm90

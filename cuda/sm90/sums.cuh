@@ -1,0 +1,126 @@
+// dQ on its way: each tile's share goes from registers through shared memory to fp32 sums in global
+// memory, where bulk copies add it in the Plan's order.
+//
+// Sums of a block of rows are kept in parts of 64 columns of the head, as in registers: part,
+// group of eight queries, thread of a warpgroup, four floats (columns c and c + 8 of two queries).
+//
+// Order. Each block of rows has a count of the tiles that have been added; a tile waits until it
+// equals its turn, adds, waits until the addition has been made, and raises the count. A CTA waits
+// only for tiles of lower tickets, which run already or have ended, and nothing that a tile does
+// for one step waits for a later one of its own: a share's place in shared memory is given back as
+// soon as it was read, and additions are made by two warps that do nothing else. So the running CTA
+// with the lowest ticket waits for nobody, ends, and then the next, whatever else is resident.
+//
+// Small numbers. Additions in global memory flush subnormals, the Plan's do not. They agree while
+// all shares of a block are 0 or at least 2^-101: those are multiples of 2^-124, and so are their
+// sums, none of which then is subnormal. A share with something smaller is added by the warp
+// itself, and so are all later ones of its block, whose count says so.
+#pragma once
+
+#include "sm90/gradient.cuh"
+
+namespace cuflash::sm90 {
+
+constexpr i32 kSmall = 1 << 30;  // beside a count: sums may be subnormal
+
+// kM: queries of a part.
+template <int kM>
+struct Part {
+  static constexpr int kBytes = kM * 64 * 4;
+
+  // This thread's place for its first four floats; the next group is 2048 bytes on.
+  __device__ __forceinline__ static u32 of(u32 part, int thread) { return part + thread * 16; }
+};
+
+// Whether a warp's share holds something small.
+template <int kGroups>
+__device__ __forceinline__ bool holds_small(const Accumulator<kGroups>& x) {
+  constexpr float kLimit = 3.94430452610505902705864e-31f;  // 2^-101
+  float least = fabsf(x[0][0][0]);
+#pragma unroll
+  for (int i = 1; i < 4 * kGroups; ++i) least = fminf(least, fabsf((&x[0][0][0])[i]));
+  if (!__any_sync(kWholeWarp, least < kLimit)) return false;
+  bool small = false;
+#pragma unroll
+  for (int i = 0; i < 4 * kGroups; ++i) {
+    const u32 bits = __float_as_uint((&x[0][0][0])[i]) * 2;
+    small |= bits - 1 < __float_as_uint(kLimit) * 2 - 1;
+  }
+  return __any_sync(kWholeWarp, small);
+}
+
+// A warpgroup's share into a part in shared memory, at this thread's place.
+template <int kGroups>
+__device__ __forceinline__ void store_share(u32 to, const Accumulator<kGroups>& x) {
+#pragma unroll
+  for (int j = 0; j < kGroups; ++j)
+    ptx::st_shared_v4(to + j * 2048, x[0][j][0], x[0][j][1], x[1][j][0], x[1][j][1]);
+}
+
+// A warpgroup's share from registers to a part of the sums, at this thread's place. first: nothing
+// was added before. exactly: with subnormals.
+template <int kGroups>
+__device__ __forceinline__ void add_registers(float* to, const Accumulator<kGroups>& x, bool first,
+                                              bool exactly) {
+#pragma unroll
+  for (int j = 0; j < kGroups; ++j) {
+    const float a = x[0][j][0], b = x[0][j][1], c = x[1][j][0], d = x[1][j][1];
+    float4* const at = reinterpret_cast<float4*>(to + j * 512);
+    if (!first && !exactly) {
+      ptx::red_add_v4(to + j * 512, a, b, c, d);
+      continue;
+    }
+    float4 sum = make_float4(a, b, c, d);
+    if (!first) {
+      const float4 old = ptx::ld_cg(at);
+      sum = make_float4(__fadd_rn(old.x, a), __fadd_rn(old.y, b), __fadd_rn(old.z, c),
+                        __fadd_rn(old.w, d));
+    }
+    ptx::st_cg(at, sum);
+  }
+}
+
+// By a whole warp: a share at `from` to the sums of a block when it is this tile's turn. empty: the
+// barrier that says when it may be overwritten. small_at: kSmall if the share holds something
+// small.
+template <u32 kBytes>
+__device__ __forceinline__ void add_share(const BackwardParams& params, i32 block_at, i32 turn,
+                                          u32 from, u32 empty, u32 small_at) {
+  const int lane = threadIdx.x % 32;
+  i32 mark = ptx::ld_shared(small_at);
+  if (turn > 0) {
+    i32 found;
+    do {
+      found = ptx::ld_relaxed_gpu(params.turns + block_at);
+    } while ((found & ~kSmall) != turn);
+    mark |= found & kSmall;
+    ptx::fence_acquire_gpu();
+    ptx::fence_proxy_async_all();  // what was added before, or stored, comes before what we add
+  }
+  mark = __shfl_sync(kWholeWarp, mark, 0);
+  float* const to = params.sums + static_cast<i64>(block_at) * (kBytes / 4);
+  if (turn > 0 && mark != 0) {
+#pragma unroll 1
+    for (int i = lane; i < static_cast<int>(kBytes / 4); i += 32)
+      ptx::st_cg(to + i, __fadd_rn(ptx::ld_cg(to + i), ptx::ld_shared_f32(from + i * 4)));
+    ptx::fence_proxy_async_all();
+    __syncwarp();
+  } else if (lane == 0) {
+    if (turn == 0) {
+      ptx::bulk_store(to, from, kBytes);
+    } else {
+      ptx::bulk_add_f32(to, from, kBytes);
+    }
+    ptx::cp_async_bulk_commit_group();
+    ptx::cp_async_bulk_wait_group_read<0>();
+  }
+  if (lane == 0) {
+    ptx::st_shared(small_at, 0);
+    ptx::mbarrier_arrive(empty);
+    ptx::cp_async_bulk_wait_group<0>();
+    ptx::st_release_gpu(params.turns + block_at, turn + 1 | mark);
+  }
+  __syncwarp();
+}
+
+}  // namespace cuflash::sm90

@@ -1,0 +1,41 @@
+"""The kernels of cuda/sm90, Hopper's own: the forward of half formats, and the backward where it
+runs; else that of cuda/sm80.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from cuflash import sm80_backward, sm90_backward, sm90_forward
+from cuflash.launch import Instantiation
+from cuflash.planner import runs_hopper_backward
+from cuflash.problem import GpuProblem
+from cuflash.sm90_forward import forward
+from emulation.plan import Plan
+
+__all__ = ["backward", "forward", "instantiations"]
+
+
+def backward(
+    problem: GpuProblem,
+    plan: Plan,
+    dout: Any,
+    dlse: Any | None,
+    out: Any,
+    rest: Any | None,
+    lse: Any,
+    dq: Any,
+    dk: Any,
+    dv: Any,
+) -> None:
+    """See `launch.Launcher.backward`."""
+    own = runs_hopper_backward(problem.shapes, plan)
+    launch = sm90_backward.backward if own else sm80_backward.backward
+    launch(problem, plan, dout, dlse, out, rest, lse, dq, dk, dv)
+
+
+def instantiations() -> Iterable[Instantiation]:
+    """A representative list of both."""
+    yield from sm90_forward.instantiations()
+    yield from sm90_backward.instantiations()
