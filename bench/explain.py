@@ -162,8 +162,8 @@ def of_setting(task: tuple[Setting, str, str, bool, Path | None]) -> dict[str, A
             "rules": rules(given["out"], exact, half) if bug.of == "forward" else None,
             "seconds": round(time.perf_counter() - start, 2),
         })  # fmt: skip
-    names = [n for n in (*KERNELS, "planted") if n != "math" or "softcap" not in masks]
-    for name in names if setting in settings else ():
+    right_ones = [n for n in (*KERNELS, "planted") if n != "math" or "softcap" not in masks]
+    for name in right_ones if setting in settings else ():
         out, lse = kernel(name, q, k, v, masks)
         given = {"out": out, "lse": lse}
         if name in ("fa3", "cuflash", "unfused fp32"):

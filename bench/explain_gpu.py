@@ -134,6 +134,8 @@ class Run:
     def __init__(self, pool: ProcessPoolExecutor, seconds: float) -> None:
         self.pool, self.start, self.seconds = pool, time.perf_counter(), seconds
         self.refused: dict[str, str] = {}
+        self.failed: list[str] = []
+        self.dropped = 0
 
     def spent(self) -> float:
         return time.perf_counter() - self.start
@@ -143,12 +145,15 @@ class Run:
         return self.spent() > share * self.seconds
 
     def wait(self, job: Future[Any]) -> Any:
-        """A worker's result; None where there is no time left."""
+        """A worker's result; None where there is no time left, or it failed (a finding)."""
         try:
-            return job.result(max(1.0, 1.3 * self.seconds - self.spent()))
+            return job.result(max(0.01, 1.3 * self.seconds - self.spent()))
         except Late:
             job.cancel()
-            return None
+            self.dropped += 1
+        except Exception as error:
+            self.failed.append(f"{type(error).__name__}: {error}"[:300])
+        return None
 
     def call(self, kernel: str, word: str, f: Any, *args: Any) -> Any:
         """What a kernel gives, None where it refuses."""
@@ -196,12 +201,9 @@ def forwards(run: Run, folder: Path | None, elements: int) -> dict[str, Any]:
             break
     print(f"forward: {planned} elements planned, {run.spent():.0f} s", flush=True)
     table: dict[str, dict[str, list[int]]] = {}
-    dropped = 0
     for kernel, group, job in queued:
-        counts = run.wait(job)
-        dropped += counts is None
         line = table.setdefault(kernel, {}).setdefault(group, [0, 0, 0, 0])
-        for i, n in enumerate(counts or ()):
+        for i, n in enumerate(run.wait(job) or ()):
             line[i] += n
     totals = {
         kernel: [sum(line[i] for line in groups.values()) for i in range(4)]
@@ -214,7 +216,7 @@ def forwards(run: Run, folder: Path | None, elements: int) -> dict[str, Any]:
             print("    " + "; ".join(bad)[:400])
     return {
         "columns": ["O", "O differing", "LSE", "LSE differing"], "totals": totals,
-        "groups": table, "jobs dropped for time": dropped,
+        "groups": table,
     }  # fmt: skip
 
 
@@ -334,11 +336,19 @@ def main(folder: Path | None, workers: int, elements: int, seconds: float) -> in
         print(f"8k failed: {figures['8k']['failed']}")
     for word, why in run.refused.items():
         print(f"refused: {word}: {why}")
-    figures |= {"refused": run.refused, "seconds": round(run.spent(), 1)}
+    for why, count in Counter(run.failed).items():
+        print(f"{count} workers failed: {why}")
+    print(f"{run.dropped} jobs dropped for time, {run.spent():.0f} s")
+    figures |= {
+        "refused": run.refused, "failed": run.failed[:20], "dropped": run.dropped,
+        "seconds": round(run.spent(), 1),
+    }  # fmt: skip
     print(write("explain_gpu", figures, extra=gpu()))
     totals = figures["forward"].get("totals", {})
     differ = any(x[1] or x[3] for n, x in totals.items() if n != "math")
     kinds = figures["verdicts"].get("kinds", {})
     accused = any("another computation" in counts for counts in kinds.values())
-    failed = any("failed" in figures[n] for n in ("forward", "backward", "verdicts", "8k"))
+    failed = bool(run.failed) or any(
+        "failed" in figures[n] for n in ("forward", "backward", "verdicts", "8k")
+    )
     return int(not totals or differ or accused or failed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -92,10 +93,28 @@ CALLS: dict[str, Callable[[Any, Any, Any, bool], Any]] = {
     "triton": _triton,
     "math": _aten("attention_math", None, 0.0, ...),
 }
-#: Kernels that PyTorch can differentiate, by its name for them.
+#: Kernels with gradients: PyTorch's by its name for them, FlashAttention-3's through JAX.
 BACKENDS = {
-    "fa2": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION",
-}  # fmt: skip
+    "fa3": "",
+    "fa2": "FLASH_ATTENTION",
+    "cudnn": "CUDNN_ATTENTION",
+    "efficient": "EFFICIENT_ATTENTION",
+}
+
+
+@functools.cache
+def _fa3_with_gradients() -> Any:
+    return importlib.import_module("bench.fa3").Backward()
+
+
+def _gradients_of_fa3(task: Task, dout: Array) -> tuple[Array, Array, Array]:
+    peer = _fa3_with_gradients()
+    jnp = peer.jax.numpy
+    q, k, v, do = (jnp.asarray(x[None].swapaxes(1, 2)) for x in (task.q, task.k, task.v, dout))
+    out, lse, run = peer.calls(q, k, v, task.causal)
+    found = run(do, q, k, v, out, lse)
+    dq, dk, dv = (np.ascontiguousarray(np.asarray(x).swapaxes(1, 2)[0]) for x in found)
+    return dq, dk, dv
 
 
 def called(kernel: str, task: Task) -> Pair:
@@ -108,7 +127,9 @@ def called(kernel: str, task: Task) -> Pair:
 
 
 def gradients(kernel: str, task: Task, dout: Array) -> tuple[Array, Array, Array]:
-    """dq, dk, dv of one of `BACKENDS`, by PyTorch's autograd; as many key heads as query heads."""
+    """dq, dk, dv of one of `BACKENDS`; as many key heads as query heads."""
+    if kernel == "fa3":
+        return _gradients_of_fa3(task, dout)
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
