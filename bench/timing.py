@@ -5,6 +5,7 @@ and what the card does meanwhile.
 from __future__ import annotations
 
 import itertools
+import random
 import statistics
 import subprocess
 import time
@@ -18,8 +19,9 @@ import torch.nn.functional as F  # noqa: N812  # the name PyTorch's users know
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 TOKENS, COLUMNS = 16384, 2048
-#: A round is this many calls, fewer where they take long.
-REPLAYS, ROUND_SECONDS = 20, 0.1
+#: A round lasts about so long, after as long a warm-up: the card's power control takes some ten
+#: milliseconds, and a kernel behind a cool one would run at its clock.
+ROUND_SECONDS, FEWEST, MOST = 0.03, 2, 200
 
 #: Milliseconds of one call, over a round of them.
 Timer = Callable[[], float]
@@ -148,17 +150,20 @@ def captured_cupy(run: Callable[[], Any], flop: float) -> Timer:
 
 def replays(flop: float) -> int:
     """Calls of a round, taking a peer's usual 500 TFLOP/s for granted."""
-    return max(1, min(REPLAYS, int(ROUND_SECONDS * 500e12 / flop)))
+    return max(FEWEST, min(MOST, int(ROUND_SECONDS * 500e12 / flop)))
 
 
 def interleaved(timers: dict[str, Timer], flop: float, rounds: int) -> dict[str, Any]:
-    """TFLOP/s of each: median of the rounds and their spread, the kernels taking turns."""
+    """TFLOP/s of each: median of the rounds and their spread. In a round every kernel has its turn,
+    in random order, and warms the card by itself first.
+    """
     times: dict[str, list[float]] = {name: [] for name in timers}
-    for turn in range(rounds + 1):
-        for name, timer in timers.items():
-            ms = timer()
-            if turn:  # the first round warms up
-                times[name].append(ms)
+    order, shuffle = list(timers), random.Random(0).shuffle
+    for _ in range(rounds):
+        shuffle(order)
+        for name in order:
+            timers[name]()
+            times[name].append(timers[name]())
     return {
         name: {
             "median": flop / statistics.median(ms) / 1e9,

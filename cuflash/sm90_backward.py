@@ -222,7 +222,8 @@ def backward(
     params[: len(maps)] = maps
     params[len(maps) : len(maps) + FIELDS.itemsize] = fields.tobytes()
     last = packed(CONVERT_PARAMS, (dq,), (sums, counts), found.tails[2])
-    run(found.launches, (ones, np.frombuffer(params, PARAMS), last), p.device)
+    touched = (p.q, p.k, p.v, dout, dlse, out, rest, lse, dq, dk, dv, *work)
+    run(found.launches, (ones, np.frombuffer(params, PARAMS), last), p.device, touched)
 
 
 def instantiations() -> Iterable[Instantiation]:

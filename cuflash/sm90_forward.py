@@ -255,7 +255,8 @@ def forward(
     params = bytearray(PARAMS.itemsize)
     params[: len(maps)] = maps
     params[len(maps) : len(maps) + FIELDS.itemsize] = fields.tobytes()
-    run((launch,), (np.frombuffer(params, PARAMS),), p.device)
+    touched = (p.q, p.k, p.v, out, rest, lse, counter)
+    run((launch,), (np.frombuffer(params, PARAMS),), p.device, touched)
 
 
 def instantiations() -> Iterable[Instantiation]:
