@@ -28,12 +28,13 @@ from emulation.backward import (
 )
 from emulation.bound_terms import TANH, threshold
 from emulation.contributions import EXPECTED_RESIDUAL, Attribution, assemble, with_parts
-from emulation.flash import Forward, arithmetic_of, constants, resolve_plan, row_blocks
+from emulation.flash import resolve_plan
 from emulation.formats import FLOAT32
 from emulation.plan import Numerics, Plan, default_plan
 from emulation.problem import DTYPES, Array, Problem, dtype_name
 from emulation.sources import SOURCES
 from emulation.standard import STATES, standard_rows
+from emulation.tiled import Forward, arithmetic_of, constants, row_blocks
 from emulation.tracking import F64, Tracked, TrackingMachine
 from emulation.walks import walk_of
 

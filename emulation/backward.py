@@ -15,25 +15,24 @@ import numpy as np
 
 from emulation import rounding
 from emulation.arguments import check_plain, check_progress
-from emulation.flash import (
-    LOG2E,
-    Constants,
-    Forward,
-    Progress,
-    constants,
-    flash_forward,
-    halves,
-    machine_of,
-    resolve_plan,
-    row_blocks,
-    scores,
-    visible,
-)
+from emulation.flash import flash_forward, resolve_plan
 from emulation.machine import Machine, Node
 from emulation.plan import Numerics, Plan
 from emulation.problem import Array, Problem, dtype_name, numpy_dtype
 from emulation.row_sum import column
 from emulation.standard import standard_forward, standard_machine, warp_sum
+from emulation.tiled import (
+    LOG2E,
+    Constants,
+    Forward,
+    Progress,
+    constants,
+    halves,
+    machine_of,
+    row_blocks,
+    scores,
+    visible,
+)
 
 
 @dataclass(frozen=True)

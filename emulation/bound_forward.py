@@ -28,10 +28,10 @@ from emulation.bound_terms import (
     scores,
     total,
 )
-from emulation.flash import LN2, LOG2E
 from emulation.oracle.result import numbers
 from emulation.plan import Plan
 from emulation.problem import Array, Problem
+from emulation.tiled import LN2, LOG2E
 
 # -- forward
 

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from emulation import tensor_core, wide
-from emulation.flash import LAZY_LIMIT, LN2, LOG2E
 from emulation.formats import BFLOAT16, FLOAT32, FORMATS, Format
 from emulation.plan import Plan
 from emulation.problem import Array, Problem
+from emulation.tiled import LAZY_LIMIT, LN2, LOG2E
 
 F64 = NDArray[np.float64]
 

@@ -31,10 +31,10 @@ from emulation.bound_terms import (
     gamma64,
     total,
 )
-from emulation.flash import LN2, LOG2E
 from emulation.oracle.result import check_cotangents, refuse_nonfinite
 from emulation.plan import Plan
 from emulation.problem import Array, Problem
+from emulation.tiled import LN2, LOG2E
 
 __all__ = ["backward_bound", "forward_bound", "standard_bound"]
 

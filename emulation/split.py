@@ -9,10 +9,10 @@ import numpy as np
 
 from emulation import rounding
 from emulation.cuda_math import expf, logf
-from emulation.flash import Constants, Rows, flash_rows
 from emulation.machine import Machine, Node
 from emulation.plan import Plan
 from emulation.problem import Array
+from emulation.tiled import Constants, Rows, flash_rows
 
 
 def merge(parts: list[Any], lses: list[Any]) -> tuple[Any, Any]:

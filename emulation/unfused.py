@@ -9,12 +9,12 @@ from __future__ import annotations
 import numpy as np
 
 from emulation import rounding
-from emulation.flash import Constants, Rows, visible
 from emulation.machine import Machine, Node
 from emulation.plan import Plan
 from emulation.problem import Array
 from emulation.row_sum import column
 from emulation.standard import warp_sum
+from emulation.tiled import Constants, Rows, visible
 
 #: Keys up to which one warp sums a row; beyond, a block of threads, four columns a load.
 WARP_KEYS, THREADS, LOAD = 1024, 1024, 4

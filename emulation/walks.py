@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from emulation.flash import Constants, Rows, flash_rows
 from emulation.machine import Machine, Node
 from emulation.plan import Plan
 from emulation.problem import Array
 from emulation.split import split_rows
+from emulation.tiled import Constants, Rows, flash_rows
 from emulation.unfused import unfused_rows
 
 #: (machine, plan, constants, q (R, D), k (N_k, D), v (N_k, D_v), band lo and hi (R,)) -> rows.

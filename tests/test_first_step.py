@@ -11,11 +11,11 @@ import pytest
 
 from emulation import Numerics, Plan
 from emulation import flash as emulated
-from emulation.flash import arithmetic_of
 from emulation.machine import Machine
 from emulation.plan import default_plan
 from emulation.problem import Array, Problem
 from emulation.samples import sample
+from emulation.tiled import arithmetic_of
 from tests.first_step import explained
 
 # The package's attribute of this name is the function.

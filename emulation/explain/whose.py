@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from emulation.explain.exact import Index
-from emulation.flash import constants, machine_of
 from emulation.peers import plan_of
 from emulation.plan import Numerics, Plan, default_plan
 from emulation.problem import Array, Problem, numpy_dtype
 from emulation.standard import standard_machine, standard_rows
+from emulation.tiled import constants, machine_of
 from emulation.walks import walk_of
 
 #: Scores a candidate may take: about 0.1 s.
