@@ -14,7 +14,7 @@ template <class Half_, int kD_, int kDv_, int kBlockM_, bool kEarly_>
 struct BackwardShape {
   using Half = Half_;
   static constexpr int kD = kD_, kDv = kDv_, kBlockM = kBlockM_, kBlockN = 128;
-  static constexpr bool kEarly = kEarly_, kBf16 = Half::kOnes == 0x3f803f80u;
+  static constexpr bool kEarly = kEarly_, kTogether = true, kBf16 = Half::kOnes == 0x3f803f80u;
   using K = Panels<kBlockN, kD>;
   using V = Panels<kBlockN, kDv>;
   using Q = Panels<kBlockM, kD>;
@@ -54,6 +54,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   if (threadIdx.x == 0) {
     constexpr u32 kWarps = kConsumers / 32;
+    const i32 ticket = atomicAdd(params.tickets, 1);
     ptx::mbarrier_init(base + S::kKeysFull, 1);
     for (int i = 0; i < 2; ++i) {
       ptx::mbarrier_init(base + S::kQFull + 8 * i, 1);
@@ -67,7 +68,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::st_shared(base + S::kSmallAt + 4 * i, 0);
     }
     ptx::fence_mbarrier_init();
-    ptx::st_shared(base + S::kTicket, atomicAdd(params.tickets, 1));
+    ptx::st_shared(base + S::kTicket, ticket);
   }
   __syncthreads();
   const i32 ticket = ptx::ld_shared(base + S::kTicket);

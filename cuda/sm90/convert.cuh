@@ -24,8 +24,8 @@ struct Conversion {
       : params(params),
         first(index * kBlocks),
         blocks((params.band.n_q + S::kBlockM - 1) / S::kBlockM),
-        mine(threadIdx.x / 128),
-        thread(threadIdx.x % 128) {}
+        mine(ptx::thread_index() / 128),
+        thread(ptx::thread_index() % 128) {}
 
   // How many blocks there are.
   __device__ __forceinline__ i32 count() const {
@@ -62,6 +62,7 @@ struct Conversion {
 
   // tile: 3 kTile floats in shared memory.
   __device__ __forceinline__ void run(float* tile) const {
+    static_assert(3 * kTile * 4 <= S::kBytes, "tiles fit");
     const i32 end = count() * S::kParts;
     tile += mine * kTile;
     const Place place = Place::of(thread);
@@ -96,7 +97,7 @@ struct Conversion {
               first_column = kByQueries ? 0 : part * 64;
     // The first share was stored, not added to 0: -0 + 0 is 0.
     auto out = [&](float y) { return __fmul_rn(__fadd_rn(y, 0.0f), params.scale); };
-#pragma unroll 4
+#pragma unroll 2
     for (int k = thread; k < kM * 8; k += 128) {
       const int m = k / 8, column = k % 8 * 8;
       if (first_row + m >= params.band.n_q || first_column + column >= params.d) continue;
