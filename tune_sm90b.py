@@ -2,12 +2,14 @@
 
     python tune_sm90b.py correct [group ...]    a process a group at most 14 at once; 95 s in all
     python tune_sm90b.py time [d ...]           a process a variant, fed by this one; 118 s in all
+    python tune_sm90b.py diagnose [d ...]       the same with parts left out: what they cost
     python tune_sm90b.py probe                  whether additions in global memory flush subnormals
     python tune_sm90b.py list                   how many cases and kernels
 """
 
 import dataclasses, os, pickle, queue, statistics, subprocess, sys, tempfile, threading, time
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import numpy as np
 
@@ -30,7 +32,7 @@ def case(name, n=300, n_k=None, d=128, dv=None, dtype="bfloat16", heads=2, kv=No
 def shapes(d):
     if d <= 64: return [None, S(128, False), S(64, True), S(64, False)]
     if d <= 128: return [None, S(64, False), S(32, True)]
-    return [None]
+    return [None, S(64, True)]
 
 
 def groups():
@@ -75,7 +77,7 @@ def kernels_of(c):
     d, dv, cap = c["d"], c["dv"], "softcap" in c["options"]
     s = c["shape"] or B.shape_of(d, dv, cap)
     p = plan_of(c)
-    return [tuple(x) for x in (B.backward_instantiation(p, d, dv, cap, s), B.convert_instantiation(p, B.part_rows(d, s)), delta_kernel(p, dv).instantiation)]
+    return [tuple(x) for x in (B.backward_instantiation(p, d, dv, cap, s), delta_kernel(p, dv).instantiation)]
 
 
 def build(i):
@@ -251,13 +253,39 @@ def correct(names, limit=95.0, workers=14, stuck=25.0):
 
 
 # -- Speed -------------------------------------------------------------------------------
-def variants(d):
+# Diagnoses, whose results are wrong: no waits for turns; no additions; no conversion.
+PATCHES = {
+    "noturn": [("sm90/sums.cuh", "while ((found & ~kSmall) != turn)", "while (found == -1)"), ("sm90/backward_wide.cu", "while ((found & ~kSmall) != turn)", "while (found == -1)"),
+               ("sm90/convert.cuh", "& ~kSmall) != all", "& ~kSmall) == -1")],
+    "noadd": [("sm90/sums.cuh", "ptx::bulk_add_f32(to, from, kBytes);", ""), ("sm90/sums.cuh", "ptx::red_add_v4(to + j * 512, a, b, c, d);", "")],
+    "noconv": [("sm90/convert.cuh", "const i32 end = count() * S::kParts;", "const i32 end = 0;"), ("sm90/convert.cuh", "    wait();\n", "")],
+}
+
+
+def patched(name):
+    """A tree of sources with a diagnosis in it."""
+    import shutil
+    from cuflash.compiler import source_dir
+    root = Path(tempfile.gettempdir()) / f"cuflash_{name}"
+    if not root.exists():
+        new = Path(tempfile.mkdtemp())
+        shutil.copytree(source_dir(), new / "cuda")
+        for file, old, text in PATCHES[name]:
+            path = new / "cuda" / file
+            assert path.read_text().count(old) == 1, (file, old)
+            path.write_text(path.read_text().replace(old, text))
+        try: (new / "cuda").rename(root)
+        except OSError: pass
+    return root
+
+
+def variants(d, diagnose=False):
     found = {"cudnn": None, "ours": S(0)}
-    if d == 64: found |= {"m64early": S(64, True), "m64": S(64, False)}
+    if diagnose: return found | {name: S(0) for name in ("nodelta", *PATCHES)}
     if d == 128: found |= {"late": S(64, False)}
-    # Heads whose tickets alternate; and key tiles added in ascending order, so that long causal tiles come first.
-    for hg in {64: (8, 16), 128: (2, 8, 16), 256: (1, 4, 8)}[d]: found[f"hg{hg}"] = S(0)
-    for hg in (8, 12, 24): found[f"asc{hg}"] = S(0)
+    if d == 256: found |= {"early": S(64, True)}
+    # Heads whose tickets alternate.
+    for hg in {64: (4, 8, 16), 128: (1, 2, 4, 8, 16), 256: (1, 2, 4, 8)}[d]: found[f"hg{hg}"] = S(0)
     return found
 
 
@@ -273,9 +301,15 @@ def timing(d, name):
     import cuflash
     from cuflash import sm90_forward as F
     from cuflash.problem import GpuProblem
-    shape = variants(d)[name]
-    if name[:2] == "hg": B.interleaved_heads = lambda tiles, limits: int(name[2:])
-    if name[:3] == "asc": B.interleaved_heads = lambda tiles, limits: int(name[3:])
+    shape = (variants(d) | variants(d, True))[name]
+    if name[:2] == "hg": B.interleaved_heads = lambda p, tiles, processors: int(name[2:])
+    if name == "nodelta":
+        run = B.run
+        B.run = lambda launches, structs, device: run(launches[1:], structs[1:], device)
+    if name in PATCHES:
+        from cuflash import compiler
+        root = patched(name)
+        compiler.source_dir = lambda: root
     known = {}
     stream = cp.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
     def make(n, causal):
@@ -289,7 +323,6 @@ def timing(d, name):
         g = [cp.from_dlpack(x) for x in (q, k, v)]
         p = GpuProblem.of(*g, causal=causal, scale=None, window=None, softcap=None)
         plan = cuflash.plan(*g, causal=causal)
-        if name[:3] == "asc": plan = dataclasses.replace(plan, backward=dataclasses.replace(plan.backward, dq_order="ascending"))
         out, lse = cp.empty(q.shape, g[0].dtype), cp.empty(q.shape[:3], np.float32)
         rest, grads, do = cp.empty_like(out), [cp.empty_like(x) for x in g], cp.from_dlpack(dout)
         F.forward(p, plan, out, lse, rest)
@@ -391,12 +424,12 @@ def forwards(d):
         yield tuple(F.forward_instantiation(plan, d, d, False, F.schedule_of(Problem.of(z, z, z, causal=causal), plan)))
 
 
-def speed(ds, limit=118.0):
-    prebuild([x for d in ds for x in forwards(d)] + [tuple(x) for d in ds for s in variants(d).values() if s is not None for sh in [B.shape_of(d, d, False) if s.rows == 0 else s]
+def speed(ds, diagnose=False, limit=118.0):
+    prebuild([x for d in ds for x in forwards(d)] + [tuple(x) for d in ds for s in variants(d, diagnose).values() if s is not None for sh in [B.shape_of(d, d, False) if s.rows == 0 else s]
               for p in [Plan(backward=BackwardPlan(tile_n=128 if d <= 128 else 64))] for x in
-              (B.backward_instantiation(p, d, d, False, sh), B.convert_instantiation(p, B.part_rows(d, sh)), delta_kernel(p, d).instantiation)])
+              (B.backward_instantiation(p, d, d, False, sh), delta_kernel(p, d).instantiation)])
     for d in ds:
-        children = [Child(d, name) for name in variants(d)]
+        children = [Child(d, name) for name in variants(d, diagnose)]
         for c in children: c.answer(40.0)
         for n, causal in cells():
             if time.time() - T0 > limit - 4: print("out of time"); break
@@ -425,6 +458,7 @@ if __name__ == "__main__":
     if what == "correct": correct(rest)
     elif what == "worker": worker(rest[0])
     elif what == "time": speed([int(x) for x in rest] or [128, 64, 256])
+    elif what == "diagnose": speed([int(x) for x in rest] or [256, 128], True)
     elif what == "timing": timing(int(rest[0]), rest[1])
     elif what == "probe": probe()
     elif what == "list":

@@ -64,8 +64,9 @@ INSTANCES = (
 
 @dataclass(frozen=True)
 class Shape:
-    """What changes no bit. rows: queries of a step. early (cuda/sm90/backward.cu): dV is issued
-    before dS is made, and S of the next step behind dK and dQ.
+    """What changes no bit. rows: queries of a step, 64 for wide heads. early: dV is issued before
+    dS is made, and S of the next step behind dK and dQ; for wide heads, S of the next step before
+    dQ is added.
     """
 
     rows: int
@@ -82,7 +83,7 @@ def shape_of(d: int, d_v: int, softcap: bool) -> Shape:
     dV and the slope of a softcap.
     """
     if is_wide(d, d_v):
-        return Shape(rows=64)
+        return Shape(rows=64, early=False)
     narrow = max(width_of(d), width_of(d_v)) == 64
     if softcap:
         return Shape(rows=64 if narrow or width_of(d) == 64 else 32)
@@ -118,8 +119,10 @@ def backward_instantiation(
     sizes = f"cuflash::{HALVES[plan.format]},{width_of(d)},{width_of(d_v)}"
     flags = f"{flag(softcap)},{flag(plan.numerics.out == 'float32')}"
     if is_wide(d, d_v):
-        name = f"cuflash::sm90::backward_wide<cuflash::sm90::WideShape<{sizes}>,{flags}>"
-        return Instantiation("sm90/backward_wide.cu", name)
+        wide = f"cuflash::sm90::WideShape<{sizes},{flag(shape.early)}>"
+        return Instantiation(
+            "sm90/backward_wide.cu", f"cuflash::sm90::backward_wide<{wide},{flags}>"
+        )
     tiles = f"cuflash::sm90::BackwardShape<{sizes},{shape.rows},{flag(shape.early)}>"
     return Instantiation("sm90/backward.cu", f"cuflash::sm90::backward<{tiles},{flags}>")
 

@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     return;
   }
 
-  // -- Consumers: 64 keys each --------------------------------------------------------------------
+  // -- Consumers: 64 keys each ---------------------------------------------------------------
   ptx::setmaxnreg_inc<kConsumerRegs<kMost>>();
   const int mine = warpgroup - 1, thread = threadIdx.x % 128;
   const Place place = Place::of(thread);
@@ -346,7 +346,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     hand_out(dq, last, specials.in_keys);
   }
 
-  // -- dK and dV: in halves through the places of K and V ---------------------------------------
+  // -- dK and dV: in halves through the places of K and V ------------------------------------
   const i32 first_key = piece.first_key + mine * 64;
   if constexpr (kFloatOut) {
     write_rows(static_cast<float*>(params.dk) +

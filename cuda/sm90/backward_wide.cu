@@ -9,12 +9,14 @@
 
 namespace cuflash::sm90 {
 
-template <class Half_, int kD_, int kDv_>
+// kEarly: S of the next step is issued before the last share of dQ is added, and dP behind it; else
+// both behind it. Neither changes a bit.
+template <class Half_, int kD_, int kDv_, bool kEarly_>
 struct WideShape {
   using Half = Half_;
   static constexpr int kD = kD_, kDv = kDv_, kBlockM = 64, kBlockN = 64;
   static constexpr int kColumns = kD > kDv ? kD : kDv;  // of an accumulator; the rest is not used
-  static constexpr bool kBf16 = Half::kOnes == 0x3f803f80u, kTogether = false;
+  static constexpr bool kEarly = kEarly_, kBf16 = Half::kOnes == 0x3f803f80u, kTogether = false;
   using K = Panels<kBlockN, kD>;
   using V = Panels<kBlockN, kDv>;
   using Q = Panels<kBlockM, kD>;
@@ -78,9 +80,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     return;
   }
   const Piece<kBlockM, kBlockN> piece(params, ticket);
-  const i32 all_blocks = (band.n_q + kBlockM - 1) / kBlockM;
   auto block_at = [&](const Walk& walk) {
-    return (piece.batch * params.heads + walk.head) * all_blocks + walk.block;
+    const i32 blocks = (band.n_q + kBlockM - 1) / kBlockM;
+    return (piece.batch * params.heads + walk.head) * blocks + walk.block;
   };
 
   if (warpgroup == 0) {
@@ -148,8 +150,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     return;
   }
 
-  // -- Consumers
-  // ------------------------------------------------------------------------------------
+  // -- Consumers -----------------------------------------------------------------------------
   ptx::setmaxnreg_inc<kConsumerRegs<kMost>>();
   const int mine = warpgroup - 1, thread = threadIdx.x % 128;
   const Place place = Place::of(thread);
@@ -160,19 +161,24 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   };
 
-  // S and dP of a step.
-  auto issue_products = [&](Accumulator<kGroups>& s, Accumulator<kGroups>& dp, u32 stage) {
+  auto issue_scores = [&](Accumulator<kGroups>& s, u32 stage) {
     ptx::fence_operands(s);
-    ptx::fence_operands(dp);
     ptx::wgmma_fence();
     issue_columns<kBf16, K, Q, S::kD>(s, descriptor(base + S::kK, 16),
                                       descriptor(base + S::kQ + stage * Q::kBytes, 16));
+    ptx::wgmma_commit_group();
+  };
+  auto issue_dp = [&](Accumulator<kGroups>& dp, u32 stage) {
+    ptx::fence_operands(dp);
+    ptx::wgmma_fence();
     issue_columns<kBf16, V, DO, S::kDv>(dp, descriptor(base + S::kV, 16),
                                         descriptor(base + S::kDO + stage * DO::kBytes, 16));
     ptx::wgmma_commit_group();
   };
-  auto wait_rows = [&](i32 step) {
+  auto wait_q = [&](i32 step) {
     ptx::mbarrier_wait(base + S::kQFull + 8 * (step % 2), step / 2 % 2);
+  };
+  auto wait_do = [&](i32 step) {
     ptx::mbarrier_wait(base + S::kDOFull + 8 * (step % 2), step / 2 % 2);
   };
   auto wait_ds = [&](i32 step) {
@@ -256,8 +262,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (mine == 1) next();
     ptx::mbarrier_wait(base + S::kKeysFull, 0);
     if (params.masked) specials.look_at_keys();
-    if (step < piece.steps) wait_rows(step);
-    issue_products(s, dp, mine);
+    if (step < piece.steps) {
+      wait_q(step);
+      wait_do(step);
+    }
+    issue_scores(s, mine);
+    issue_dp(dp, mine);
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(s);
     ptx::fence_operands(dp);
@@ -353,20 +363,25 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(three);
+    float four[2][S::kPartM / 8][2];
     if constexpr (S::kTake == 2) {
-      float four[2][S::kPartM / 8][2];
       issue_share(four, 1, mine);
       add(three, 0, step, here, in_keys);
       ptx::wgmma_wait_group<0>();
       ptx::fence_operands(four);
-      add(four, 1, step, here, in_keys);
-    } else {
-      add(three, 0, step, here, in_keys);
     }
-    arrive(base + S::kDSEmpty + 8 * mine);
-    if (step + 2 < piece.steps) wait_rows(step + 2);
+    const bool more = step + 2 < piece.steps;
     float s_next[2][kGroups][2], dp_next[2][kGroups][2];  // after the last step not used
-    issue_products(s_next, dp_next, mine);
+    auto next_scores = [&] {
+      if (more) wait_q(step + 2);
+      issue_scores(s_next, mine);
+    };
+    if constexpr (S::kEarly) next_scores();
+    add(S::kTake == 2 ? four : three, S::kTake - 1, step, here, in_keys);
+    arrive(base + S::kDSEmpty + 8 * mine);
+    if constexpr (!S::kEarly) next_scores();
+    if (more) wait_do(step + 2);
+    issue_dp(dp_next, mine);
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(s_next);
     ptx::fence_operands(dp_next);
@@ -402,8 +417,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
 
-  // -- dV or dK: in halves through the place of V or K
-  // ---------------------------------------------
+  // -- dV or dK: in halves through the place of V or K ---------------------------------------
   if constexpr (kFloatOut) {
     const i32 rows = band.n_k - piece.first_key;
     if (mine == 0) {
