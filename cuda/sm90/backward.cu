@@ -183,10 +183,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   // dQ's way out. The product has been waited for.
   auto hand_out = [&](Accumulator<S::kPartM / 8>& dq, i32 of_step, bool in_keys) {
     const u32 i = of_step % 2, parity = of_step / 2 % 2;
-    if (in_keys)
+    if (in_keys) {
       specials.add_keys(dq, shared + S::kDS + i * DS::kBytes, of_step,
                         K::kCount == 2 ? mine * kPanelCols : 0,
                         K::kCount == 2 ? 0 : mine * S::kPartM);
+      __syncwarp();  // all lanes have read dS
+    }
     arrive(base + S::kDSEmpty + 8 * i);
     ptx::mbarrier_wait(base + S::kShareEmpty + 8 * i, parity ^ 1);
     store_share(base + S::kShare + i * S::kShareBytes + share_at, dq);

@@ -234,8 +234,9 @@ __global__ void __launch_bounds__(kThreads, 1)
                           K::kCount == 1 ? 0 : part * kPanelCols,
                           K::kCount == 1 ? part * S::kPartM : 0);
       const bool small = holds_small(share);
-      if (small) ptx::st_shared(base + S::kSmallAt + 4 * stage, step);
+      // Behind this wait, the mark that this place held two steps ago has been read.
       if (i == 0) ptx::mbarrier_wait(base + S::kTurnCome + 8 * stage, step / 2 % 2);
+      if (small) ptx::st_shared(base + S::kSmallAt + 4 * stage, step);
       const i32 found = ptx::ld_shared(base + S::kFoundAt + 4 * stage);
       float* const sums =
           params.sums + (static_cast<i64>(at) * S::kParts + part) * (S::kPartM * 64) + thread * 4;
