@@ -2,23 +2,25 @@
 # The standing GPU run: tests that need a GPU, the recorded bits, the count of bits, memory, host
 # time, the sanitizer, speed. Results go to bench/results/.
 #
-#     bash bench/gpu.sh [tests|golden|bits|memory|host|sanitizer|speed|claims ...]
+#     bash bench/gpu.sh [tests|golden|bits|memory|host|gradients|sanitizer|speed|soak|claims ...]
 #
-# Without an argument all but claims. CUFLASH_CAPTURES names a folder of captures for the count of
-# bits and for the claims.
+# Without an argument all but soak and claims. CUFLASH_CAPTURES names a folder of captures for the
+# count of bits, the gradients and the claims.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p bench/results
-parts="${*:-tests golden bits memory host sanitizer speed}"
+parts="${*:-tests golden bits memory host gradients sanitizer speed}"
 status=0
 
 tests() {
   # Only the files that hold GPU tests: the others may need packages that a GPU machine lacks.
   local parallel=()
   python3 -c 'import xdist' 2> /dev/null && parallel=(-n 12)
-  grep -l "mark.gpu" tests/test_*.py |
-    xargs python3 -m pytest -m gpu -o addopts= -o filterwarnings= -q -rfEs "${parallel[@]}"
+  local run=(python3 -m pytest -m gpu -o addopts= -o filterwarnings= -q -rfEs "${parallel[@]}")
+  grep -l "mark.gpu" tests/test_*.py | xargs "${run[@]}" || return 1
+  # The portable kernels, where a Hopper would take its own.
+  CUFLASH_KERNELS=sm80 "${run[@]}" tests/test_sm80_*.py tests/test_bugs_gpu.py
 }
 
 golden() {
@@ -38,8 +40,10 @@ PY
 }
 
 bits() {
-  # Kernels against the emulator, more than 10^7 elements each way: 0 differ.
-  python3 -W ignore -m bench.bits ${CUFLASH_CAPTURES:+--data "$CUFLASH_CAPTURES"}
+  # Kernels against the emulator, more than 10^8 elements each way: 0 differ.
+  local data=(${CUFLASH_CAPTURES:+--data "$CUFLASH_CAPTURES"})
+  python3 -W ignore -m bench.bits "${data[@]}" &&
+    CUFLASH_KERNELS=sm80 python3 -W ignore -m bench.bits "${data[@]}" --rounds 8
 }
 
 memory() {
@@ -48,6 +52,11 @@ memory() {
 
 host() {
   python3 -W ignore -m bench.host
+}
+
+gradients() {
+  # Errors of dQ, dK and dV beside the peers', in units of rounding the exact gradient.
+  python3 -W ignore -m bench.gradients ${CUFLASH_CAPTURES:+--data "$CUFLASH_CAPTURES"}
 }
 
 sanitizer() {
@@ -73,7 +82,16 @@ sanitizer() {
 }
 
 speed() {
-  python3 -W ignore bench/sm80_forward.py && python3 -W ignore bench/sm80_backward.py
+  local name
+  for name in sm80_forward sm80_backward; do
+    CUFLASH_KERNELS=sm80 python3 -W ignore -m "bench.$name" || return 1
+  done
+  python3 -W ignore -m bench.sm90_forward --more && python3 -W ignore -m bench.sm90_backward
+}
+
+soak() {
+  # Ten minutes of changing shapes on two streams.
+  python3 -W ignore -m bench.soak
 }
 
 claims() {

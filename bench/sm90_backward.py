@@ -1,64 +1,43 @@
-"""Speed of the Hopper backward on this GPU beside cuDNN (through PyTorch) and FlashAttention-3 (the
-package `flash_attn_interface`, if it is installed with its backward).
+"""Speed of the Hopper backward on this GPU beside cuDNN (through PyTorch) and FlashAttention-3 (see
+bench/fa3.py).
 
     python -m bench.sm90_backward [--rounds 5] [--d 64 128 256] [--n 1024 4096 16384]
 
 bf16, 16,384 tokens in all, 2,048 columns in all; TFLOP/s by 10 B H N N D (half if causal), all
 kernels of the backward included. Ours is deterministic and timed by events around replays of a CUDA
 graph; the peers add with atomics, and their gradients cannot be captured: they are called one after
-the other. Peers interleave with ours; each figure is the median of the rounds with its spread.
+the other (FlashAttention-3 by the host's clock). Peers interleave with ours; each figure is the
+median of the rounds with its spread.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import cupy
-import torch
 from torch.nn.attention import SDPBackend
 
 import cuflash
+from bench import fa3
 from bench.common import gpu, write
 from bench.sm80_backward import gradient_of_torch
-from bench.sm80_forward import COLUMNS, TOKENS, called_torch, captured_cupy, interleaved
+from bench.timing import Cell, Timer, called_torch, captured_cupy, cells, interleaved
 
 
-def fa3() -> Callable[..., Any] | None:
-    """FlashAttention-3 with gradients, None where it is not installed."""
-    try:
-        module: Any = importlib.import_module("flash_attn_interface")
-    except ImportError:
-        return None
-    return cast(Callable[..., Any], module.flash_attn_func)
-
-
-def gradient_of_fa3(
-    flash: Callable[..., Any], q: Any, k: Any, v: Any, dout: Any, causal: bool
-) -> Callable[[], Any]:
-    """Its backward; it takes (B, N, H, D)."""
-    turned = [x.detach().transpose(1, 2).contiguous() for x in (q, k, v, dout)]
-    inputs = [x.requires_grad_() for x in turned[:3]]
-    out = flash(*inputs, causal=causal)
-    return lambda: torch.autograd.grad(out, inputs, turned[3], retain_graph=True)
-
-
-def measure(d: int, n: int, causal: bool, rounds: int) -> dict[str, Any]:
+def measure(cell: Cell, rounds: int, flash: fa3.Backward | None) -> dict[str, Any]:
     """TFLOP/s of every kernel at one size."""
-    batch, heads = TOKENS // n, COLUMNS // d
-    shape = (batch, heads, n, d)
-    q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    q, k, v, dout = cell.drawn(4)
     ours = [cupy.from_dlpack(x) for x in (q, k, v)]
-    _, vjp = cuflash.attention_vjp(*ours, causal=causal)
-    gradient = cupy.from_dlpack(dout)
-    peer = gradient_of_torch(q, k, v, dout, causal, SDPBackend.CUDNN_ATTENTION)
-    runs = {"cuflash": captured_cupy(lambda: vjp(gradient)), "cudnn": called_torch(peer)}
-    flash = fa3()
+    _, vjp = cuflash.attention_vjp(*ours, causal=cell.causal)
+    gradient, flop = cupy.from_dlpack(dout), 2.5 * cell.flop
+    peer = gradient_of_torch(q, k, v, dout, cell.causal, SDPBackend.CUDNN_ATTENTION)
+    runs: dict[str, Timer] = {
+        "cuflash": captured_cupy(lambda: vjp(gradient), flop),
+        "cudnn": called_torch(peer, flop),
+    }
     if flash is not None:
-        runs["fa3"] = called_torch(gradient_of_fa3(flash, q, k, v, dout, causal))
-    flop = 10 * batch * heads * n * n * d / (2 if causal else 1)
+        runs["fa3"] = flash.timer(cell, [q, k, v, dout], flop)
     return interleaved(runs, flop, rounds)
 
 
@@ -68,16 +47,13 @@ def main() -> None:
     parser.add_argument("--d", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--n", type=int, nargs="+", default=[1024, 4096, 16384])
     given = parser.parse_args()
-    figures = {}
-    for d in given.d:
-        for n in given.n:
-            for causal in (False, True):
-                name = f"D={d} N={n} {'causal' if causal else 'full'}"
-                row = figures[name] = measure(d, n, causal, given.rounds)
-                speeds = {kernel: x["median"] for kernel, x in row.items()}
-                best = max(x for kernel, x in speeds.items() if kernel != "cuflash")
-                text = "  ".join(f"{kernel} {x:6.1f}" for kernel, x in speeds.items())
-                print(f"{name:24} {text}  {speeds['cuflash'] / best:.3f} of the best peer")
+    flash, figures = fa3.backward(), {}
+    for cell in cells(given.d, given.n):
+        row = figures[cell.name] = measure(cell, given.rounds, flash)
+        speeds = {kernel: x["median"] for kernel, x in row.items()}
+        best = max(x for kernel, x in speeds.items() if kernel != "cuflash")
+        text = "  ".join(f"{kernel} {x:6.1f}" for kernel, x in speeds.items())
+        print(f"{cell.name:24} {text}  {speeds['cuflash'] / best:.3f} of the best peer", flush=True)
     print(write("sm90_backward", figures, extra=gpu()))
 
 

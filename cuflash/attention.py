@@ -72,8 +72,9 @@ def attention(
     P v before it divides by l, so |v| N_k near the format's largest number (of float32, in which O
     is summed) overflows although the exact O would not.
 
-    A GPU call is queued on CuPy's current stream of q's device and does not wait for it. Raises
-    TypeError or ValueError naming argument, value and rule, with nothing written; on the GPU also
+    A GPU call is queued on CuPy's current stream of q's device and does not wait for it. It can be
+    captured in a CUDA graph once its kernels are loaded; what a captured call touches stays
+    allocated as long as the process, since replays use it. Raises TypeError or ValueError naming argument, value and rule, with nothing written; on the GPU also
     `cuflash.compiler.MissingError` with the command that mends it.
 
     >>> x = np.eye(4, 16, dtype=np.float16)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
-from cuflash.compiler import kernels
+from cuflash.compiler import cupy, kernels
 from cuflash.problem import GpuProblem, element_strides
 from emulation.plan import Plan
 
@@ -34,12 +34,27 @@ class Launch(NamedTuple):
     shared: int = 0
 
 
-def run(launches: Sequence[Launch], structs: Sequence[np.ndarray[Any, Any]], device: int) -> None:
+#: What captured kernels read and write: a graph's replays may come at any time.
+_captured: list[Any] = []
+
+
+def run(
+    launches: Sequence[Launch],
+    structs: Sequence[np.ndarray[Any, Any]],
+    device: int,
+    touched: Iterable[Any],
+) -> None:
     """The kernels one after the other on the current stream of the current device, whose number is
-    `device`; each has one argument, a struct. All are compiled and loaded before the first starts,
-    so that an error writes nothing.
+    `device`; each has one argument, a struct, with addresses of the arrays in `touched`. All are
+    compiled and loaded before the first starts, so that an error writes nothing.
+
+    Where the stream is being captured, these arrays' memory is never given back: else whoever gets
+    it next would find it overwritten by a replay.
     """
     functions = kernels([(*each.instantiation, each.shared) for each in launches], device)
+    stream = cupy().cuda.get_current_stream()
+    if stream.ptr != 0 and stream.is_capturing():  # the null stream cannot be captured
+        _captured.extend(x for x in touched if x is not None)
     for function, each, params in zip(functions, launches, structs, strict=True):
         function((each.grid,), (each.threads,), (params,), shared_mem=each.shared)
 

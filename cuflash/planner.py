@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 from cuflash.problem import GpuProblem
@@ -68,6 +69,18 @@ def arch_of(capability: int) -> str:
     return f"sm{max(c for c in known if c <= capability)}"
 
 
+@functools.cache
+def portable_only() -> bool:
+    """Whether CUFLASH_KERNELS=sm80 leaves the portable kernels alone: to compare them on a Hopper.
+
+    Read once a process. Raises ValueError for a name that is no choice.
+    """
+    chosen = os.environ.get("CUFLASH_KERNELS", "")
+    if chosen not in ("", "sm80"):
+        raise ValueError(f"CUFLASH_KERNELS: got {chosen!r}, must be 'sm80' or not set")
+    return chosen == "sm80"
+
+
 def family_of(arch: str, dtype: str, numerics: Numerics) -> str:
     """The kernel family that runs the forward of a format under these numerics.
 
@@ -77,7 +90,8 @@ def family_of(arch: str, dtype: str, numerics: Numerics) -> str:
     if arch not in RULES:
         raise ValueError(f"arch: got {arch!r}, must be one of {', '.join(RULES)}")
     hopper = all(getattr(numerics, name) in allowed for name, allowed in HOPPER.items())
-    return "sm90" if arch == "sm90" and dtype != "float32" and hopper else "sm80"
+    native = arch == "sm90" and dtype != "float32" and hopper
+    return "sm90" if native and not portable_only() else "sm80"
 
 
 def runs_hopper_backward(problem: Problem, plan: Plan) -> bool:

@@ -188,10 +188,12 @@ def backward(
     counts = cp.zeros(found.blocks + 1, np.int32)
     ones = packed(DELTA_PARAMS, (dout, out, rest), (lse, dlse, lse2, delta), found.delta_tail)
     work = (lse2, delta, sums, counts, counts[-1:])
-    params = packed(GRADIENT_PARAMS, (p.q, p.k, p.v, dout, dq, dk, dv), work, found.tail)
+    arrays = (p.q, p.k, p.v, dout, dq, dk, dv)
+    params = packed(GRADIENT_PARAMS, arrays, work, found.tail)
     if found.unseen:
         dq.fill(0)
-    run(found.launches, (ones, params), p.device)
+    touched = (*arrays, *work, out, rest, lse, dlse)
+    run(found.launches, (ones, params), p.device, touched)
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,8 @@ def forward(problem: GpuProblem, plan: Plan, out: Any, lse: Any, rest: Any | Non
     """See `launch.Launcher.forward`. Nothing is rounded, so there is no rest."""
     launch, tail = _prepared_forward(problem.shapes, plan, shared_memory(problem.device)[0])
     arrays = (problem.q, problem.k, problem.v, out)
-    run((launch,), (packed(FORWARD_PARAMS, arrays, (lse,), tail),), problem.device)
+    params = packed(FORWARD_PARAMS, arrays, (lse,), tail)
+    run((launch,), (params,), problem.device, (*arrays, lse))
 
 
 def delta_kernel(d_v: int) -> Kernel:
@@ -170,8 +171,10 @@ def backward(
     lse2, delta = cupy().empty((2, p.batch * p.heads, pitch_of(p.n_q)), np.float32)
     work = (lse2, delta)
     ones = packed(DELTA_PARAMS, (dout, out), (lse, dlse, *work), delta_tail)
-    params = packed(GRADIENT_PARAMS, (p.q, p.k, p.v, dout, dq, dk, dv), work, tail)
-    run(launches, [ones] + [params] * len(GRADIENTS), p.device)
+    arrays = (p.q, p.k, p.v, dout, dq, dk, dv)
+    params = packed(GRADIENT_PARAMS, arrays, work, tail)
+    touched = (*arrays, *work, out, lse, dlse)
+    run(launches, [ones] + [params] * len(GRADIENTS), p.device, touched)
 
 
 @functools.lru_cache(maxsize=256)

@@ -157,7 +157,8 @@ def forward(problem: GpuProblem, plan: Plan, out: Any, lse: Any, rest: Any | Non
     """See `launch.Launcher.forward`."""
     launch, tail = _prepared(problem.shapes, plan)
     arrays = (problem.q, problem.k, problem.v, out, rest)
-    run((launch,), (packed(FORWARD_PARAMS, arrays, (lse,), tail),), problem.device)
+    params = packed(FORWARD_PARAMS, arrays, (lse,), tail)
+    run((launch,), (params,), problem.device, (*arrays, lse))
 
 
 def instantiations() -> Iterable[Instantiation]:

@@ -216,7 +216,8 @@ def backward(
     params = bytearray(PARAMS.itemsize)
     params[: len(maps)] = maps
     params[len(maps) : len(maps) + FIELDS.itemsize] = fields.tobytes()
-    run(found.launches, (ones, np.frombuffer(params, PARAMS)), p.device)
+    touched = (p.q, p.k, p.v, dout, dlse, out, rest, lse, dq, dk, dv, *work)
+    run(found.launches, (ones, np.frombuffer(params, PARAMS)), p.device, touched)
 
 
 def instantiations() -> Iterable[Instantiation]:

@@ -35,12 +35,15 @@ SHARED_BYTES = 227 * 1024
 WIDTHS = (64, 96, 128, 192, 256)
 #: Heads are walked side by side as long as their K and V fit into this much of the L2 cache.
 L2_BYTES = 32 * 2**20
+#: Up to here a block that lacks rows is a large part of a CTA's work.
+FEW_ROWS = 8192
 MULTIPROCESSORS = 16  # cudaDevAttrMultiProcessorCount
 
-MAPS = ("q", "k", "v", "out")
+MAPS = ("q", "k", "v")
 DIVISOR = [("multiplier", np.uint32), ("shift", np.uint32)]
 #: cuflash::sm90::Order.
-ORDER = [(name, np.int32) for name in ("works", "blocks", "whole_sets", "set", "last", "in_batch")]
+ORDER_COUNTS = ("works", "blocks", "first_block", "next_block", "whole_sets", "set", "last")
+ORDER = [(name, np.int32) for name in (*ORDER_COUNTS, "in_batch")]
 ORDER_BY = ("by_set", "by_head", "by_last", "by_batch", "by_group")
 #: The parameters behind the tensor maps.
 FIELDS = np.dtype(
@@ -73,6 +76,7 @@ class Schedule:
     q_stages: int
     dynamic: bool
     ping_pong: bool
+    joined: bool = True
     ones: str = "kApart"
 
     @property
@@ -100,7 +104,7 @@ def shared_bytes(plan: Plan, d: int, d_v: int, schedule: Schedule) -> int:
     """Dynamic shared memory: sm90::Layout."""
     k, v = panels(width_of(d)), panels(width_of(d_v))
     q_slots = schedule.q_stages * schedule.warpgroups
-    tiles = 128 * (q_slots * 64 * max(k, v) + schedule.stages * plan.tile_n * (k + v))
+    tiles = 128 * (q_slots * 64 * k + schedule.stages * plan.tile_n * (k + v))
     ones = 2048 if plan.numerics.row_sum == "rounded" else 0
     return tiles + ones + 8 * (5 * schedule.stages + 2 * q_slots + 5) + 4 * schedule.stages
 
@@ -108,23 +112,22 @@ def shared_bytes(plan: Plan, d: int, d_v: int, schedule: Schedule) -> int:
 def schedule_of(problem: Problem, plan: Plan) -> Schedule:
     """The schedule for a problem.
 
-    Two CTAs of a cluster share every tile of K and V, which saves power where there is much to
-    share. Under a mask work is handed out as CTAs become free. Registers hold three warpgroups'
-    S, P and O only where O is narrow, and not beside the arithmetic of softcap.
+    Work is handed out as CTAs become free where blocks of rows are not alike: under a mask, or
+    where the last of a head's few blocks lacks rows. Registers hold three warpgroups' S, P and O
+    only where O is narrow, and not beside the arithmetic of softcap. Clusters of two CTAs, which
+    share every tile of K and V, and a third stage were nowhere faster (bench/NOTES.md).
     """
     width = max(width_of(problem.d), width_of(problem.d_v))
-    masked = is_masked(problem)
-    share = width > 64 and problem.n_q > (2048 if masked else 512)
     schedule = Schedule(
         warpgroups=3 if width == 64 and problem.softcap is None else 2,
-        cluster=2 if share else 1,
+        cluster=1,
         stages=2,
-        q_stages=2,
-        dynamic=masked,
+        q_stages=2 if 64 < width < 192 else 1,
+        dynamic=is_masked(problem),
         ping_pong=width < 192,
     )
-    if shared_bytes(plan, problem.d, problem.d_v, schedule) > SHARED_BYTES:
-        schedule = dataclasses.replace(schedule, q_stages=1)
+    if schedule.block_m < problem.n_q <= FEW_ROWS and problem.n_q % schedule.block_m:
+        schedule = dataclasses.replace(schedule, dynamic=True)
     return schedule
 
 
@@ -154,6 +157,7 @@ def forward_instantiation(
         f"cuflash::sm90::Shape<cuflash::{HALVES[plan.format]},{sizes}>",
         f"cuflash::sm90::Schedule<{schedule.warpgroups},{schedule.cluster},{schedule.stages},"
         f"{schedule.q_stages},{flag(schedule.dynamic)},{flag(schedule.ping_pong)},"
+        f"{flag(schedule.joined)},"
         f"cuflash::sm90::Ones::{ones}>",
         arithmetic(plan),
         flag(softcap),
@@ -169,7 +173,11 @@ def multiprocessors(device: int) -> int:
 
 
 def order_of(problem: Problem, schedule: Schedule) -> dict[str, Any]:
-    """sm90::Order: blocks of rows of all heads, in sets of heads that share the L2 cache."""
+    """sm90::Order: blocks of rows of all heads, in sets of heads that share the L2 cache.
+
+    Heavy blocks come first: under a causal mask the late ones; else all but the last, which may
+    lack rows.
+    """
     heads, in_batch = problem.heads, problem.lead[-1] if problem.lead else 1
     blocks = -(-problem.n_q // (schedule.block_m * schedule.cluster))
     together = 1
@@ -180,6 +188,8 @@ def order_of(problem: Problem, schedule: Schedule) -> dict[str, Any]:
     return {
         "works": blocks * heads,
         "blocks": blocks,
+        "first_block": blocks - 1 if problem.causal else 0,
+        "next_block": -1 if problem.causal else 1,
         "whole_sets": whole,
         "set": together,
         "last": last,
@@ -219,7 +229,12 @@ def _prepared(
     fields = common_fields(problem, plan) | order
     fields |= {"masked": is_masked(problem), "stale_limit": 2.0**plan.stale_limit}
     keys = plan.tile_n // s.cluster
-    return launch, (64, keys, keys, 64), s, tail_of(FIELDS, fields)
+    return launch, (64, keys, keys), s, tail_of(FIELDS, fields)
+
+
+def zeroed() -> Any:
+    """A counter of the work handed out."""
+    return cupy().zeros(1, np.int32)
 
 
 def forward(
@@ -233,17 +248,15 @@ def forward(
     """See `launch.Launcher.forward`."""
     p = problem
     launch, rows, s, tail = _prepared(p.shapes, plan, schedule, p.device)
-    written = out if plan.numerics.out == "input" else None
-    boxes = zip((p.q, p.k, p.v, written), rows, strict=True)
-    maps = b"".join(
-        bytes(MAP_BYTES) if x is None else tensor_map(x, plan.format, n) for x, n in boxes
-    )
-    counter = cupy().zeros(1, np.int32) if s.dynamic else None
+    boxes = zip((p.q, p.k, p.v), rows, strict=True)
+    maps = b"".join(tensor_map(x, plan.format, n) for x, n in boxes)
+    counter = zeroed() if s.dynamic else None
     fields = packed(FIELDS, (p.v, out, rest), (lse, counter), tail)
     params = bytearray(PARAMS.itemsize)
     params[: len(maps)] = maps
     params[len(maps) : len(maps) + FIELDS.itemsize] = fields.tobytes()
-    run((launch,), (np.frombuffer(params, PARAMS),), p.device)
+    touched = (p.q, p.k, p.v, out, rest, lse, counter)
+    run((launch,), (np.frombuffer(params, PARAMS),), p.device, touched)
 
 
 def instantiations() -> Iterable[Instantiation]:

@@ -412,3 +412,19 @@ def test_overlap_within_one_array() -> None:
     assert not overlaps_itself(x[::2, ::-1].transpose(2, 0, 1))
     assert overlaps_itself(np.lib.stride_tricks.as_strided(x, (4, 8), (8, 2)))
     assert not overlaps_itself(np.lib.stride_tricks.as_strided(x, (1, 8), (0, 2)))
+
+
+def test_the_portable_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUFLASH_KERNELS, read once a process."""
+
+    def family(chosen: str) -> str:
+        monkeypatch.setenv("CUFLASH_KERNELS", chosen)
+        planner.portable_only.cache_clear()
+        return planner.family_of("sm90", "bfloat16", emulation.Numerics())
+
+    try:
+        assert [family("sm80"), family("")] == ["sm80", "sm90"]
+        with pytest.raises(ValueError, match="CUFLASH_KERNELS: got 'sm70', must be 'sm80' or not"):
+            family("sm70")
+    finally:
+        planner.portable_only.cache_clear()

@@ -148,7 +148,9 @@ class Driver:
         import cupy
 
         cuda: Any = cupy.cuda
+        self.stream = SimpleNamespace(ptr=1, is_capturing=lambda: False)
         monkeypatch.setattr(cuda.runtime, "getDevice", lambda: self.device, raising=False)
+        monkeypatch.setattr(cuda, "get_current_stream", lambda: self.stream, raising=False)
         monkeypatch.setattr(cupy, "RawModule", self.module, raising=False)
 
     def module(self, path: str) -> Any:
@@ -220,10 +222,27 @@ def test_nothing_starts_if_one_kernel_does_not_compile(driver: Driver) -> None:
     bad = Launch(compiler_instantiation("cuflash::test::absent<1>"), 1, 32)
     struct = np.zeros(1, np.int32)
     with pytest.raises(compiler.CompileError, match="absent"):
-        launch((good, bad), (struct, struct), 0)
+        launch((good, bad), (struct, struct), 0, ())
     assert driver.calls == []
-    launch((good, good), (struct, struct), 0)
+    launch((good, good), (struct, struct), 0, ())
     assert driver.calls == [((1,), (32,), (struct,), {"shared_mem": 0})] * 2
+
+
+def test_a_captured_launch_keeps_its_arrays(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph's replay may come when nobody else holds the workspace any more."""
+    from cuflash import launch as module
+
+    monkeypatch.setattr(module, "_captured", [])
+    kernel, struct = Launch(compiler_instantiation(WANTED[1]), 1, 32), np.zeros(1, np.int32)
+    work = np.zeros(3)
+    launch((kernel,), (struct,), 0, (work, None))
+    assert module._captured == []
+    driver.stream = SimpleNamespace(ptr=1, is_capturing=lambda: True)
+    launch((kernel,), (struct,), 0, (work, None))
+    assert len(module._captured) == 1
+    assert module._captured[0] is work
 
 
 def compiler_instantiation(name: str) -> Any:

@@ -250,6 +250,27 @@ def test_a_captured_graph_sees_new_values(dtype: str, cupy: Any) -> None:
         assert_equal(f"replay {seed}", results, everything(*copies, causal=True))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_replays_touch_nobody_elses_memory(dtype: str, cupy: Any) -> None:
+    """A graph's workspace is not given back: what is allocated after the capture stays as it is."""
+    arrays = drawn(300, 64, 4, dtype)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        want = everything(*arrays, causal=True)
+        stream.synchronize()
+        stream.begin_capture()
+        results = everything(*arrays, causal=True)
+        graph = stream.end_capture()
+        sizes = [2**i for i in range(9, 23)]
+        others = [cupy.full(size, 0x7FC07FC0, np.uint32) for size in sizes for _ in range(8)]
+        for _ in range(3):
+            graph.launch(stream)
+            stream.synchronize()
+            assert_equal("replay", results, want)
+            assert all(bool((x == 0x7FC07FC0).all()) for x in others)
+
+
 @pytest.mark.parametrize("axis", ["row", "head", "batch"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_offsets_beyond_two_to_the_31(dtype: str, axis: str, cupy: Any) -> None:

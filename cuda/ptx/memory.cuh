@@ -1,10 +1,17 @@
-// Global memory that other CTAs read and write at the same time: flags in their order, data past
-// L1.
+// Global memory: sixteen bytes at once; and what other CTAs read and write at the same time, flags
+// in their order, data past L1.
 #pragma once
 
 #include "ptx/types.cuh"
 
 namespace cuflash::ptx {
+
+__device__ __forceinline__ void st_global_v4(void* to, const u32 (&x)[4]) {
+  asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};"
+               :
+               : "l"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
 
 __device__ __forceinline__ i32 ld_relaxed_gpu(const i32* from) {
   i32 x;

@@ -1,22 +1,18 @@
-// dQ, dK and dV in one pass: one CTA per tile of keys of one key head. It walks
-// all rows that see them, and all query heads of the group, in ascending order.
-// dK and dV stay in registers; the tile's share of dQ, a product from zero, is
-// added to fp32 sums in global memory.
+// dQ, dK and dV in one pass: one CTA per tile of keys of one key head. It walks all rows that see
+// them, and all query heads of the group, in ascending order. dK and dV stay in registers; the
+// tile's share of dQ, a product from zero, is added to fp32 sums in global memory.
 //
-// The key tiles of a head add to a block of rows in the Plan's order: each
-// block has a count of the tiles that have added, and a CTA waits until it is
-// its tile's turn. CTAs take tickets in the same order, so that a CTA waits
-// only for CTAs that already run. What it added in one step its first warp
-// announces in the next, or after the last; its last warp waits. So no
-// announcement depends on a later turn: the running CTA with the lowest ticket
-// waits for nobody, ends, and then the next.
+// The key tiles of a head add to a block of rows in the Plan's order: each block has a count of the
+// tiles that have added, and a CTA waits until it is its tile's turn. CTAs take tickets in the same
+// order, so that a CTA waits only for CTAs that already run. What it added in one step its first
+// warp announces in the next, or after the last; its last warp waits. So no announcement depends on
+// a later turn: the running CTA with the lowest ticket waits for nobody, ends, and then the next.
 #include "tile/gradient.cuh"
 
 namespace cuflash::sm80 {
 
-// kBlockM: queries of a step (tile_m of the Plan where products are split or
-// promoted), kBlockN: tile_n of the Plan, the keys of a CTA. kParts: halves
-// that carry one P or dS.
+// kBlockM: queries of a step (tile_m of the Plan where products are split or promoted), kBlockN:
+// tile_n of the Plan, the keys of a CTA. kParts: halves that carry one P or dS.
 template <class Half_, int kD_, int kDv_, int kBlockM_, int kBlockN_, int kWarps_, int kStages_,
           int kParts_>
 struct GradientShape {
@@ -38,8 +34,7 @@ struct GradientShape {
   using DQ = WarpGrid<kBlockM, kD / kSlices, kWarps>;
 };
 
-// acc += W^T B over the rows of a step, W a tile of P or dS in halves.
-// Addresses are this lane's.
+// acc += W^T B over the rows of a step, W a tile of P or dS in halves. Addresses are this lane's.
 template <class S, class A, class Grid, class B>
 __device__ __forceinline__ void over_rows(Block<Grid::kMi, Grid::kNj>& acc, u32 w_lane,
                                           u32 b_lane) {
@@ -110,8 +105,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const i32 batch = flat_kv_head / kv_heads, kv_head = flat_kv_head % kv_heads;
   const i32 first_key = tile * kBlockN;
 
-  // Rows that see some key of this CTA, and keys that some row sees; others are
-  // loaded as zeros, whatever they hold.
+  // Rows that see some key of this CTA, and keys that some row sees; others are loaded as zeros,
+  // whatever they hold.
   const RowsOfKey rows_of{band, 0, first_key};
   const i32 last_key = min(first_key + kBlockN, band.n_k) - 1 - first_key;
   const i32 row_begin = rows_of(0).low, row_end = rows_of(last_key).high;
@@ -148,8 +143,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     ptx::cp_async_commit();
   };
 
-  // This lane's addresses in the tiles, as the products read them: rows or
-  // columns of the scores, of dV and dK, of dQ.
+  // This lane's addresses in the tiles, as the products read them: rows or columns of the scores,
+  // of dV and dK, of dQ.
   constexpr bool kSameWidth = S::kD == S::kDv;
   const u32 q_lane = ptx::kept(a_address<Q>(stages, Scores::row(), 0)),
             k_lane = ptx::kept(b_address<K>(k_tile, Scores::column(), 0));
@@ -172,8 +167,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   Block<DK::kMi, DK::kNj> dk = {};
   Block<DV::kMi, DV::kNj> dv = {};
   bool key_specials = false;
-  // What this CTA has added and not yet announced: the block, and its count.
-  // (Blocks fit in 32 bits: the sums of each take 2 kB or more.)
+  // What this CTA has added and not yet announced: the block, and its count. (Blocks fit in 32
+  // bits: the sums of each take 2 kB or more.)
   i32 held_at = 0, held = 0;
   // By one thread for all, after a barrier behind their stores.
   auto release = [&] {
@@ -195,14 +190,14 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     const i32 first_row = block * kBlockM, flat_head = batch * params.heads + head;
     const i32 block_at = flat_head * all_blocks + block;
     const i32 last_row = first_row + kBlockM - 1, last_real = min(last_row, band.n_q - 1);
-    // dQ: how many key tiles add to this block of rows before this one, and
-    // whether one comes after.
+    // dQ: how many key tiles add to this block of rows before this one, and whether one comes
+    // after.
     const i32 low_tile = static_cast<u32>(band.low(first_row)) / kBlockN,
               high_tile = (static_cast<u32>(band.high(last_real)) + kBlockN - 1) / kBlockN;
     const i32 turn = params.descending ? high_tile - 1 - tile : tile - low_tile;
     const bool last = tile == (params.descending ? low_tile : high_tile - 1);
-    // One thread of the last warp asks early, and again, if need be, before the
-    // barrier that all cross before they read the sums.
+    // One thread of the last warp asks early, and again, if need be, before the barrier that all
+    // cross before they read the sums.
     const bool asks = threadIdx.x == kThreads - 32 && turn > 0;
     i32 added = 0;
     if (asks) added = ptx::ld_relaxed_gpu(params.turns + block_at);

@@ -33,14 +33,18 @@ struct Shape {
   static constexpr int kMmaRows = kBlockM / 64;  // m16 blocks of a warp
   static constexpr int kRows = 2 * kMmaRows;     // rows of a thread
   static constexpr int kGroups = kBlockN / 8;    // n8 blocks of a tile of scores
+  // Loads between the products, where these take long enough to hide them one by one.
+  static constexpr bool kSpread = kD > 64;
   using Q = Tile<kBlockM, kD>;
   using K = Tile<kBlockN, kD>;
   using V = Tile<kBlockN, kDv>;
 };
 
 // S = Q K^T of this warp's rows and one tile of keys, by this lane's addresses in both.
-template <class S>
-__device__ __forceinline__ void scores(float (&s)[S::kRows][S::kGroups][2], u32 q, u32 k) {
+// between(i) is called before the i-th of kBetween equal parts of the products.
+template <class S, int kBetween, class Between>
+__device__ __forceinline__ void scores(float (&s)[S::kRows][S::kGroups][2], u32 q, u32 k,
+                                       Between&& between) {
   using Half = typename S::Half;
 #pragma unroll
   for (int i = 0; i < S::kRows; ++i) {
@@ -64,6 +68,10 @@ __device__ __forceinline__ void scores(float (&s)[S::kRows][S::kGroups][2], u32 
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     if (step + 1 < kSteps) load(step + 1);
+#pragma unroll
+    for (int i = 0; i < kBetween; ++i) {
+      if (i * kSteps / kBetween == step) between(i);
+    }
     const int kk = step / kPairs, j = step % kPairs * 2;
 #pragma unroll
     for (int mi = 0; mi < S::kMmaRows; ++mi) {
@@ -235,17 +243,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   const u32 q_lane = ptx::kept(a_address<typename S::Q>(q_tile, threadIdx.x / 32 * 16, 0));
   const u32 k_lane = ptx::kept(b_address<typename S::K>(k_tiles, 0, 0));
   const u32 v_lane = ptx::kept(bt_address<typename S::V>(v_tiles, 0, 0));
+  using LoadK = TileLoad<typename S::K, kThreads>;
+  using LoadV = TileLoad<typename S::V, kThreads>;
   auto load_k = [&](i32 tile) {
-    if (tile < tile_begin) return;
-    load_tile<typename S::K, kThreads>(k_tiles + (tile & (S::kStages - 1)) * S::K::kBytes, k,
-                                       params.k_strides.row, tile * kBlockN, key_low, key_high,
-                                       params.d);
+    return LoadK(k_tiles + (tile & (S::kStages - 1)) * S::K::kBytes, k, params.k_strides.row,
+                 tile * kBlockN, key_low, key_high, params.d, tile >= tile_begin);
   };
   auto load_v = [&](i32 tile) {
-    if (tile < tile_begin) return;
-    load_tile<typename S::V, kThreads>(v_tiles + (tile & (S::kStages - 1)) * S::V::kBytes, v,
-                                       params.v_strides.row, tile * kBlockN, key_low, key_high,
-                                       params.d_v);
+    return LoadV(v_tiles + (tile & (S::kStages - 1)) * S::V::kBytes, v, params.v_strides.row,
+                 tile * kBlockN, key_low, key_high, params.d_v, tile >= tile_begin);
   };
   // What was loaded has arrived, and every warp is done with what will be replaced.
   auto synchronise = [&]() {
@@ -253,29 +259,37 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::cp_async_wait<0>();
     __syncthreads();
   };
-  // S of a tile, capped.
-  auto capped_scores = [&](float (&s)[kRows][kGroups][2], i32 tile) {
-    scores<S>(s, q_lane, k_lane + (tile & (S::kStages - 1)) * S::K::kBytes);
+  auto k_lane_of = [&](i32 tile) -> u32 {
+    return k_lane + (tile & (S::kStages - 1)) * S::K::kBytes;
+  };
+  auto cap = [&](float (&s)[kRows][kGroups][2]) {
     if constexpr (kSoftcap) {
 #pragma unroll
       for (int i = 0; i < kRows * kGroups * 2; ++i)
         (&s[0][0][0])[i] = capped((&s[0][0][0])[i], params.cap);
     }
   };
-  // -inf where not seen.
+  // -inf where not seen. Bounds count from this thread's first row and key; both sides of the band
+  // are rarely in one tile.
   auto mask = [&](float (&s)[kRows][kGroups][2], i32 tile) {
-    if (__builtin_expect(tile >= full_begin && tile < full_end, 1)) return;
-    const i32 start = tile * kBlockN;
+    if (tile < full_begin) {
+      const i32 low = band.low_from(row_of(0), tile * kBlockN + g * 2);
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const i32 row = row_of(i);
-      const i32 low = band.low(row) - start, high = band.high(row) - start;
+      for (int i = 0; i < kRows * kGroups * 2; ++i) {
+        const int r = i / (kGroups * 2), column = i % (kGroups * 2) / 2 * 8 + i % 2;
+        if (column - (r / 2 * 64 + r % 2 * 8) < low)
+          s[r][i % (kGroups * 2) / 2][i % 2] = negative_infinity();
+      }
+    }
+    if (tile >= full_end) {
+      const i32 key = tile * kBlockN + g * 2;
+      const i32 first = band.high_from(row_of(0), key), end = band.n_k - key;
 #pragma unroll
-      for (int j = 0; j < kGroups; ++j) {
+      for (int i = 0; i < kRows; ++i) {
+        const i32 high = min(first + i / 2 * 64 + i % 2 * 8, end);
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const i32 key = j * 8 + g * 2 + e;
-          if (key < low || key >= high) s[i][j][e] = negative_infinity();
+        for (int j = 0; j < kGroups * 2; ++j) {
+          if (j / 2 * 8 + j % 2 >= high) s[i][j / 2][j % 2] = negative_infinity();
         }
       }
     }
@@ -306,9 +320,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     if constexpr (A::kReference == Reference::kFinal) {
       // A first pass for the exact max of every row.
       for (i32 tile = tile_end - 1; tile >= tile_begin; --tile) {
-        load_k(tile);
+        load_k(tile).all();
         synchronise();
-        capped_scores(s, tile);
+        scores<S, 1>(s, q_lane, k_lane_of(tile), [](int) {});
+        cap(s);
         mask(s, tile);
         float top[kRows];
         thread_max(top, s);
@@ -318,23 +333,35 @@ __global__ void __launch_bounds__(kThreads, 1)
         __syncthreads();
       }
     }
-    load_k(tile_end - 1);
-    if constexpr (S::kStages == 2) load_v(tile_end - 1);
+    load_k(tile_end - 1).all();
+    if constexpr (S::kStages == 2) load_v(tile_end - 1).all();
 
 #pragma unroll 1
     for (i32 tile = tile_end - 1; tile >= tile_begin; --tile) {
       synchronise();
       if constexpr (S::kStages == 2) {
-        load_k(tile - 1);
-        load_v(tile - 1);
-        capped_scores(s, tile);
+        auto next_k = load_k(tile - 1);
+        auto next_v = load_v(tile - 1);
+        if constexpr (S::kSpread) {
+          // A piece of each at a time: their reads of shared memory are kept waiting less often.
+          constexpr int kPieces = LoadK::kPieces > LoadV::kPieces ? LoadK::kPieces : LoadV::kPieces;
+          scores<S, kPieces>(s, q_lane, k_lane_of(tile), [&](int i) {
+            if (i < LoadK::kPieces) next_k.piece(i);
+            if (i < LoadV::kPieces) next_v.piece(i);
+          });
+        } else {
+          next_k.all();
+          next_v.all();
+          scores<S, 1>(s, q_lane, k_lane_of(tile), [](int) {});
+        }
       } else {
-        load_v(tile);
-        capped_scores(s, tile);
+        auto own_v = load_v(tile);
+        scores<S, LoadV::kPieces>(s, q_lane, k_lane_of(tile), [&](int i) { own_v.piece(i); });
         synchronise();
-        load_k(tile - 1);
+        load_k(tile - 1).all();
       }
 
+      cap(s);
       mask(s, tile);
       float alpha[kRows];
       softmax<A>(state, s, alpha, params.c, params.stale_limit);

@@ -1,7 +1,8 @@
-// How O leaves the registers of the Hopper forward, and the kernel's parameters.
+// How O goes from the registers of the Hopper forward to global memory, and the kernel's
+// parameters.
 #pragma once
 
-#include "ptx/stmatrix.cuh"
+#include "ptx/memory.cuh"
 #include "ptx/tma.cuh"
 #include "sm90/schedule.cuh"
 #include "sm90/softmax.cuh"
@@ -10,7 +11,7 @@
 namespace cuflash::sm90 {
 
 struct ForwardParams {
-  ptx::TensorMap q_map, k_map, v_map, out_map;  // out_map: unused with float32 output
+  ptx::TensorMap q_map, k_map, v_map;
   const u16* v;
   void* out;
   u16* rest;     // what O lost when it was rounded, in the order of out; null if nobody asks
@@ -66,23 +67,47 @@ __device__ __forceinline__ void write_rest(const ForwardParams& params, const Ro
   }
 }
 
-// O in halves, into panels at `to`. row: of the panels, the one whose address this thread gives.
-template <class Half, class Panel, int kColumns>
-__device__ __forceinline__ void stage_halves(u32 to, int row, const Scores<kColumns>& o) {
+// Word i of lane j of every four lanes, to word j of lane i.
+__device__ __forceinline__ void transpose_quad(u32 (&x)[4]) {
 #pragma unroll
-  for (int j = 0; j < Panel::kCols / 8; j += 2) {
-    ptx::stmatrix_x4(to + Panel::chunk(row, j * 8 + threadIdx.x % 32 / 16 * 8),
-                     Half::pack(o[0][j][0], o[0][j][1]), Half::pack(o[1][j][0], o[1][j][1]),
-                     Half::pack(o[0][j + 1][0], o[0][j + 1][1]),
-                     Half::pack(o[1][j + 1][0], o[1][j + 1][1]));
+  for (int bit = 1; bit < 4; bit *= 2) {
+    const bool odd = threadIdx.x & bit;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & bit) continue;
+      const u32 got = __shfl_xor_sync(kWholeWarp, odd ? x[i] : x[i ^ bit], bit);
+      (odd ? x[i] : x[i ^ bit]) = got;
+    }
   }
 }
 
-// NaN and Inf of V that were taken out, to the rows that see them outside the keys [full_begin,
-// full_end): to O in global memory, or in the panels where it is staged.
-template <class Half, class Panel, bool kFloatOut>
+// O in halves, likewise: the four threads of a row exchange what they have of 32 columns, so that
+// each writes eight.
+template <class Half, int kDv, int kColumns>
+__device__ __forceinline__ void write_halves(const ForwardParams& params, const Rows& rows, i32 row,
+                                             const Scores<kColumns>& o) {
+  const int first = threadIdx.x % 4 * 8;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const bool inside = row + 8 * i < params.band.n_q;
+    u16* out = static_cast<u16*>(params.out) +
+               params.out_strides.at(rows.batch, rows.head, row + 8 * i) + first;
+#pragma unroll
+    for (int j = 0; j < kDv / 8; j += 4) {
+      u32 x[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[e] = Half::pack(o[i][j + e][0], o[i][j + e][1]);
+      transpose_quad(x);
+      if (inside && j * 8 + first < params.d_v) ptx::st_global_v4(out + j * 8, x);
+    }
+  }
+}
+
+// NaN and Inf of V that were taken out, to the rows of O that see them outside the keys
+// [full_begin, full_end).
+template <class Half, bool kFloatOut>
 __device__ __forceinline__ void add_specials(const ForwardParams& params, const Rows& rows,
-                                             char* panels, i32 full_begin, i32 full_end) {
+                                             i32 full_begin, i32 full_end) {
   const Band& band = params.band;
   const u16* v = params.v + params.v_strides.at(rows.batch, params.order.by_group.of(rows.head), 0);
 #pragma unroll 1
@@ -91,12 +116,12 @@ __device__ __forceinline__ void add_specials(const ForwardParams& params, const 
     const float special =
         visible_special<Half>(band, v + column, params.v_strides.row, row, full_begin, full_end);
     if (special == 0.0f) continue;
+    const i64 at = params.out_strides.at(rows.batch, rows.head, row) + column;
     if constexpr (kFloatOut) {
-      float* out = static_cast<float*>(params.out) +
-                   params.out_strides.at(rows.batch, rows.head, row) + column;
+      float* out = static_cast<float*>(params.out) + at;
       *out = __fadd_rn(*out, special);
     } else {
-      u16* out = reinterpret_cast<u16*>(panels + Panel::chunk(local, column)) + column % 8;
+      u16* out = static_cast<u16*>(params.out) + at;
       *out = static_cast<u16>(Half::pack(__fadd_rn(Half::widen(*out), special), 0.0f));
       if (params.rest != nullptr)  // Inf - Inf
         params.rest[params.rest_strides.at(rows.batch, rows.head, row) + column] = 0x7fff;

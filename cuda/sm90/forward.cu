@@ -11,7 +11,11 @@
 namespace cuflash::sm90 {
 
 // Named barriers; 0 is __syncthreads.
-constexpr u32 kTurn = 1, kStore = 5;  // + warpgroup
+constexpr u32 kTurn = 1, kStored = 5;  // + warpgroup
+
+// A step of a consumer: on the first tile of a block of rows, alone or joined with the last product
+// of the block before; on a tile at an edge of the band; on one that every row sees whole.
+enum class Step { kAlone, kJoined, kEdge, kPlain };
 
 template <class S, class P, class A, bool kSoftcap, bool kFloatOut>
 __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThreads, 1)
@@ -32,7 +36,6 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
     ptx::prefetch_tensormap(params.k_map);
     ptx::prefetch_tensormap(params.q_map);
     ptx::prefetch_tensormap(params.v_map);
-    if constexpr (!kFloatOut) ptx::prefetch_tensormap(params.out_map);
     constexpr u32 kWarps = 4 * kWarpgroups * kCluster;
     const u32 scanners = params.masked ? P::kScanWarps * kCluster : 0;
     for (int i = 0; i < kStages; ++i) {
@@ -45,7 +48,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
     }
     for (int i = 0; i < P::kQStages * kWarpgroups; ++i) {
       ptx::mbarrier_init(base + L::kQFull + 8 * i, 1);
-      ptx::mbarrier_init(base + L::kQEmpty + 8 * i, 1);
+      ptx::mbarrier_init(base + L::kQEmpty + 8 * i, 4);
     }
     const u32 readers = kWarps + kCluster - 1 + scanners;
     for (int i = 0; i < 2; ++i) {
@@ -213,7 +216,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
     constexpr int kColumns = S::kDv / 8 + (P::kOnes != Ones::kNone ? 1 : 0);
     float s[2][kGroups][2], o[2][kColumns][2];
     u32 p[kGroups / 2][4];
-    u32 kv = 0;            // V tiles used so far; K is as far, or one ahead
+    u32 k = 0, v = 0;      // tiles used so far
     u32 clean_parity = 0;  // a bit per stage
 
     // Warpgroups take turns at the tensor cores: one computes exponentials while the other's
@@ -227,67 +230,87 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
     };
     if (P::kPingPong && mine == kWarpgroups - 1) ptx::bar_arrive(kTurn, 256);
 
-    auto wait_k = [&](u32 k) {
+    auto wait_k = [&] {
       ptx::mbarrier_wait(base + L::kKFull + 8 * (k % kStages), k / kStages % 2);
     };
-    auto release_k = [&](u32 k) { release(base + L::kKEmpty + 8 * (k % kStages)); };
-    auto k_tile = [&](u32 k) { return base + L::kK + k % kStages * S::K::kBytes; };
+    auto release_k = [&] { release(base + L::kKEmpty + 8 * (k++ % kStages)); };
     auto wait_v = [&] {
-      ptx::mbarrier_wait(base + L::kVFull + 8 * (kv % kStages), kv / kStages % 2);
+      ptx::mbarrier_wait(base + L::kVFull + 8 * (v % kStages), v / kStages % 2);
     };
-    auto release_v = [&] { release(base + L::kVEmpty + 8 * (kv++ % kStages)); };
+    auto release_v = [&] { release(base + L::kVEmpty + 8 * (v++ % kStages)); };
     // V of a tile that is looked through first; true if it held NaN or Inf.
     auto wait_clean = [&] {
-      const u32 stage = kv % kStages;
+      const u32 stage = v % kStages;
       ptx::mbarrier_wait(base + L::kVClean + 8 * stage, clean_parity >> stage & 1);
       clean_parity ^= 1u << stage;
-      return ptx::ld_shared(base + L::kFound + 4 * stage) == static_cast<i32>(kv);
+      return ptx::ld_shared(base + L::kFound + 4 * stage) == static_cast<i32>(v);
+    };
+    auto product = [&] {  // O takes P
+      issue_output<S, P::kOnes>(o, p, base + L::kV + v % kStages * S::V::kBytes, base + L::kOnes);
+      ptx::wgmma_commit_group();
+    };
+    auto end_product = [&] {
+      ptx::wgmma_wait_group<0>();
+      ptx::fence_operands(o);
+      ptx::fence_operands(p);
+      release_v();
+    };
+    auto lone_product = [&] {
+      ptx::fence_operands(o);
+      ptx::fence_operands(p);
+      ptx::wgmma_fence();
+      product();
+      end_product();
     };
 
-    // The place of Q, from which O has left. Where the producer has another one, the next block's
-    // first product comes before this wait.
-    constexpr bool kLateRelease = P::kQStages > 1;
-    auto release_q = [&](u32 of) {
-      if (ptx::thread_index() % 128 == 0) {
-        ptx::cp_async_bulk_wait_group_read<0>();
-        ptx::mbarrier_arrive(base + L::kQEmpty +
-                             8 * (of % P::kQStages * kWarpgroups + static_cast<u32>(mine)));
-      }
-    };
-
+    RowState state[2];
+    bool found = false;    // NaN or Inf that some row may see
+    bool pending = false;  // the block of rows lacks one product yet
+    i32 piece = -1;
     for (u32 turn = 0;; ++turn) {
-      const i32 piece = receive(turn);
+      const i32 before = piece;  // whose O is in the registers
+      piece = receive(turn);
       __syncwarp();
       if (lane == 0) received(turn);
-      if (piece < 0) break;
-      const Work<S, P> w(order, band, piece, rank);
+      const Work<S, P> w(order, band, max(piece, 0), rank);
       const i32 first_row = w.first_row + 64 * mine, last_row = min(first_row + 64, band.n_q) - 1;
       i32 begin, end, cta_begin, cta_end;  // tiles that this warpgroup sees, that the CTA sees
       Work<S, P>::tiles(band, first_row, last_row, begin, end);
       Work<S, P>::tiles(band, w.first_row, w.last_row, cta_begin, cta_end);
-      if (end <= begin) begin = end = w.begin;
+      if (piece < 0 || end <= begin) begin = end = w.begin;
       const i32 full_begin = (band.low(last_row) + kBlockN - 1) / kBlockN,
                 full_end = band.high(first_row) / kBlockN;
       const u32 slot = turn % P::kQStages * kWarpgroups + mine;
       const u32 q = ptx::opaque(base + L::kQ + slot * L::kQSlot);
+      auto wait_q = [&] {
+        ptx::mbarrier_wait(base + L::kQFull + 8 * slot, turn / P::kQStages % 2);
+      };
+      auto release_q = [&] {
+        if (lane == 0) ptx::mbarrier_arrive(base + L::kQEmpty + 8 * slot);
+      };
 
       // Tiles that are here for others. Every warpgroup of a CTA takes as many turns: one for each
-      // of its tiles but the first.
+      // of its tiles.
+      auto skip_k = [&](i32 tile) {
+        if (tile < cta_end && tile >= cta_begin) {
+          wait_turn();
+          pass_turn();
+        }
+        wait_k();
+        __syncwarp();
+        release_k();
+      };
+      auto skip_v = [&](i32 tile) {
+        if (tile < cta_end && tile >= cta_begin && w.scanned(tile))
+          clean_parity ^= 1u << v % kStages;
+        wait_v();
+        __syncwarp();
+        release_v();
+      };
       auto skip = [&](i32 from, i32 to) {
         for (i32 tile = from - 1; tile >= to; --tile) {
-          if (tile < cta_end && tile >= cta_begin) {
-            if (w.scanned(tile)) clean_parity ^= 1u << kv % kStages;
-            if (end > begin || tile < cta_end - 1) {
-              wait_turn();
-              pass_turn();
-            }
-          }
-          wait_k(kv);
-          __syncwarp();
-          release_k(kv);
-          wait_v();
-          __syncwarp();
-          release_v();
+          skip_k(tile);
+          skip_v(tile);
         }
       };
       // S of a tile, capped, -inf where not seen.
@@ -304,12 +327,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
             (&s[0][0][0])[i] = capped((&s[0][0][0])[i], params.cap);
         }
       };
-
-      RowState state[2];
       float alpha[2];
-      bool found = false;
-#pragma unroll
-      for (int i = 0; i < 4 * kColumns; ++i) (&o[0][0][0])[i] = 0.0f;
       auto to_p = [&] {
         if constexpr (A::kReference == Reference::kStale) {
           update_stale<Half>(state, p, s, alpha, params.c, params.stale_limit);
@@ -317,51 +335,12 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
           update<A>(state, s, alpha, params.c);
         }
       };
-      // S and P of the tile below `tile`, while O takes the P of `tile`.
-      auto step = [&](i32 tile, bool plain) {
-        wait_k(kv + 1);
-        wait_v();
-        if (!plain && w.scanned(tile)) found |= wait_clean();
-        wait_turn();
-        ptx::fence_operands(s);
-        ptx::fence_operands(o);
-        ptx::fence_operands(p);
-        ptx::wgmma_fence();
-        issue_scores<S>(s, q, k_tile(kv + 1));
-        ptx::wgmma_commit_group();
-        issue_output<S, P::kOnes>(o, p, base + L::kV + kv % kStages * S::V::kBytes,
-                                  base + L::kOnes);
-        ptx::wgmma_commit_group();
-        pass_turn();
-        ptx::wgmma_wait_group<1>();
-        ptx::fence_operands(s);
-        release_k(kv + 1);
-        cap();
-        if (!plain) mask(tile - 1);
-        if constexpr (A::kReference != Reference::kStale) to_p();
-        ptx::wgmma_wait_group<0>();
-        ptx::fence_operands(o);
-        ptx::fence_operands(p);
-        release_v();
-        if constexpr (A::kReference == Reference::kStale) {
-          to_p();
-        } else {
-          pack<Half>(p, s);
-        }
-        if (__any_sync(kWholeWarp, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
-#pragma unroll
-          for (int i = 0; i < 4 * kColumns; ++i) {
-            float& x = (&o[0][0][0])[i];
-            x = __fmul_rn(x, alpha[i / (2 * kColumns)]);
-          }
-        }
-      };
 
-      // The rows' sums of P, and LSE.
+      // Of the block before: the rows' sums of P (of a rounded P O holds them), and LSE.
       float l[2];
       bool sees[2];
       auto finish_rows = [&] {
-        const Work<S, P> done(order, band, ptx::opaque(piece), rank);
+        const Work<S, P> done(order, band, ptx::opaque(before), rank);
         const int thread = ptx::thread_index() % 128;
         const i32 row = done.first_row + 64 * mine + thread / 32 * 16 + thread % 32 / 4;
 #pragma unroll
@@ -377,97 +356,131 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
         }
       };
 
-      skip(w.end, end);
-      ptx::mbarrier_wait(base + L::kQFull + 8 * slot, turn / P::kQStages % 2);
-      if (end > begin) {
-        wait_k(kv);
-        ptx::fence_operands(s);
-        ptx::wgmma_fence();
-        issue_scores<S>(s, q, k_tile(kv));
-        ptx::wgmma_commit_group();
-        if (kLateRelease && turn > 0) release_q(turn - 1);
-        ptx::wgmma_wait_group<0>();
-        ptx::fence_operands(s);
-        release_k(kv);
-        cap();
-        mask(end - 1);
-        to_p();
-        if constexpr (A::kReference != Reference::kStale) pack<Half>(p, s);
-        // Tiles at the right edge of the band, in the middle of it, at the left edge.
-        const i32 plain_top = min(min(full_end, w.clean_end - 1), end - 1);
-        const i32 plain_bottom = max(max(full_begin, w.clean_begin), begin) + 1;
-        i32 tile = end - 1;
-        while (tile > begin) {
-#pragma unroll 1
-          for (; tile > begin && (tile > plain_top || tile < plain_bottom); --tile)
-            step(tile, false);
-#pragma unroll 1
-          for (; tile >= plain_bottom && tile <= plain_top; --tile) step(tile, true);
+      // S and P of a tile, while O takes the P before.
+      auto step = [&](i32 tile, Step kind) {
+        const bool first = kind == Step::kAlone || kind == Step::kJoined;
+        wait_k();
+        if (!first) {
+          wait_v();
+          if (kind != Step::kPlain && w.scanned(tile + 1)) found |= wait_clean();
         }
-        wait_v();
-        if (w.scanned(begin)) found |= wait_clean();
+        wait_turn();
+        ptx::fence_operands(s);
         ptx::fence_operands(o);
         ptx::fence_operands(p);
         ptx::wgmma_fence();
-        issue_output<S, P::kOnes>(o, p, base + L::kV + kv % kStages * S::V::kBytes,
-                                  base + L::kOnes);
+        issue_scores<S>(s, q, base + L::kK + k % kStages * S::K::kBytes);
         ptx::wgmma_commit_group();
-        finish_rows();
-        ptx::wgmma_wait_group<0>();
-        ptx::fence_operands(o);
-        release_v();
-      }
-      if (end <= begin) {
-        finish_rows();
-        if (kLateRelease && turn > 0) release_q(turn - 1);
-      }
-      skip(begin, w.begin);
-
-      // -- Epilogue: O in halves leaves through this warpgroup's place of Q -----------------------
-      // Nothing of it is kept through the loops.
-      const Work<S, P> done(order, band, ptx::opaque(piece), rank);
-      const i32 batch = order.by_batch.of(done.flat_head),
-                head = done.flat_head - batch * order.in_batch;
-      const Rows rows = {batch, head, done.first_row + 64 * mine};
-      const int thread = ptx::thread_index() % 128, warp = thread / 32;
-      const i32 row = rows.first + warp * 16 + thread % 32 / 4;
-      float inverse[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        inverse[i] = sees[i] ? __frcp_rn(A::kRoundedSum ? o[i][kColumns - 1][0] : l[i]) : 0.0f;
-      const u32 together = kStore + mine;
-      ptx::bar_sync(together, 128);  // every warp has read Q
-#pragma unroll
-      for (int i = 0; i < 4 * kColumns; ++i) {  // O of rows that see nothing is 0
-        float& x = (&o[0][0][0])[i];
-        x = __fmul_rn(x, inverse[i / (2 * kColumns)]);
-      }
-      if constexpr (kFloatOut) {
-        write_float<S::kDv>(params, rows, row, o);
-      } else {
-        if (params.rest != nullptr) write_rest<Half, S::kDv>(params, rows, row, o);
-        stage_halves<Half, typename S::O>(q, warp * 16 + thread % 16, o);
-        ptx::fence_proxy_async();
-        ptx::bar_sync(together, 128);
-      }
-      if (found) {
-        if constexpr (kFloatOut) ptx::bar_sync(together, 128);
-        add_specials<Half, typename S::O, kFloatOut>(params, rows, shared + (q - base),
-                                                     done.clean_begin * kBlockN,
-                                                     done.clean_end * kBlockN);
-        ptx::fence_proxy_async();
-        ptx::bar_sync(together, 128);
-      }
-      if (!kFloatOut && thread == 0 && rows.first < band.n_q) {
-        for (int panel = 0; panel * kPanelCols < params.d_v; ++panel) {
-          ptx::tma_store_4d(q + panel * S::O::kPanelBytes, params.out_map, panel * kPanelCols,
-                            rows.first, head, batch);
+        if (kind != Step::kAlone) product();
+        pass_turn();
+        if (kind == Step::kJoined) finish_rows();
+        if (kind != Step::kAlone) {
+          ptx::wgmma_wait_group<1>();
+        } else {
+          ptx::wgmma_wait_group<0>();
         }
-        ptx::cp_async_bulk_commit_group();
+        ptx::fence_operands(s);
+        release_k();
+        if (tile == begin) release_q();
+        cap();
+        if (kind != Step::kPlain) mask(tile);
+        if (first) state[0] = state[1] = RowState();
+        if constexpr (A::kReference != Reference::kStale) to_p();
+        if (kind != Step::kAlone) end_product();
+        if constexpr (A::kReference == Reference::kStale) {
+          to_p();
+        } else {
+          pack<Half>(p, s);
+        }
+        if (!first && __any_sync(kWholeWarp, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
+#pragma unroll
+          for (int i = 0; i < 4 * kColumns; ++i) {
+            float& x = (&o[0][0][0])[i];
+            x = __fmul_rn(x, alpha[i / (2 * kColumns)]);
+          }
+        }
+      };
+
+      // The last product of the block before runs beside this one's first, unless more lies between
+      // them than there are places for.
+      const bool joined = P::kJoined && pending && end > begin && w.end - end < kStages;
+      if (joined) {
+        for (i32 tile = w.end - 1; tile >= end; --tile) skip_k(tile);
+        wait_q();
+        step(end - 1, Step::kJoined);
+      } else if (turn > 0) {
+        if (pending) lone_product();
+        finish_rows();
       }
-      if constexpr (!kLateRelease) release_q(turn);
+
+      // -- O of the block before. Nothing of it is kept through the loops ------------------------
+      if (turn > 0) {
+        const Work<S, P> done(order, band, ptx::opaque(before), rank);
+        const i32 batch = order.by_batch.of(done.flat_head),
+                  head = done.flat_head - batch * order.in_batch;
+        const Rows rows = {batch, head, done.first_row + 64 * mine};
+        const int thread = ptx::thread_index() % 128;
+        const i32 row = rows.first + thread / 32 * 16 + thread % 32 / 4;
+        float inverse[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          inverse[i] = sees[i] ? __frcp_rn(A::kRoundedSum ? o[i][kColumns - 1][0] : l[i]) : 0.0f;
+#pragma unroll
+        for (int i = 0; i < 4 * kColumns; ++i) {  // O of rows that see nothing is 0
+          float& x = (&o[0][0][0])[i];
+          x = __fmul_rn(x, inverse[i / (2 * kColumns)]);
+        }
+        if constexpr (kFloatOut) {
+          write_float<S::kDv>(params, rows, row, o);
+        } else {
+          if (params.rest != nullptr) write_rest<Half, S::kDv>(params, rows, row, o);
+          write_halves<Half, S::kDv>(params, rows, row, o);
+        }
+        if (found) {
+          ptx::bar_sync(kStored + mine, 128);
+          add_specials<Half, kFloatOut>(params, rows, done.clean_begin * kBlockN,
+                                        done.clean_end * kBlockN);
+          found = false;
+        }
+      }
+      if (piece < 0) break;
+
+#pragma unroll
+      for (int i = 0; i < 4 * kColumns; ++i) (&o[0][0][0])[i] = 0.0f;
+      if (joined) {
+        for (i32 tile = w.end - 1; tile >= end; --tile) skip_v(tile);
+      } else {
+        skip(w.end, end);
+        wait_q();
+        if (end > begin) {
+          step(end - 1, Step::kAlone);
+        } else {
+          release_q();
+        }
+      }
+      // Tiles at the right edge of the band, in the middle of it, at the left edge. The tile above
+      // a plain one is clean.
+      const i32 plain_end = min(min(full_end, w.clean_end - 1), end - 1);
+      const i32 plain_begin = max(max(full_begin, w.clean_begin), begin);
+      i32 tile = end - 2;
+      while (tile >= begin) {
+#pragma unroll 1
+        for (; tile >= begin && (tile >= plain_end || tile < plain_begin); --tile)
+          step(tile, Step::kEdge);
+#pragma unroll 1
+        for (; tile >= plain_begin && tile < plain_end; --tile) step(tile, Step::kPlain);
+      }
+      pending = end > begin;
+      if (pending) {
+        wait_v();
+        if (w.scanned(begin)) found |= wait_clean();
+      }
+      if (begin > w.begin) {
+        lone_product();
+        pending = false;
+        skip(begin, w.begin);
+      }
     }
-    if (ptx::thread_index() % 128 == 0) ptx::cp_async_bulk_wait_group_read<0>();
   }
   if constexpr (kCluster > 1) {  // a CTA's shared memory stays until its peer is done with it
     __syncwarp();

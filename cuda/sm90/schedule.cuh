@@ -20,16 +20,16 @@ struct Shape {
   using Q = Panels<64, kD>;  // of one warpgroup
   using K = Panels<kBlockN, kD>;
   using V = Panels<kBlockN, kDv>;
-  using O = Panels<64, kDv>;  // takes Q's place
 };
 
-// What changes no bit. kWarpgroups: consumers. kStages: of K and of V. kQStages: of Q.
+// What changes no bit. kWarpgroups: consumers. kStages: of K and of V. kQStages: of Q. kJoined: a
+// block's last product runs beside the first scores of the next block.
 template <int kWarpgroups_, int kCluster_, int kStages_, int kQStages_, bool kDynamic_,
-          bool kPingPong_, Ones kOnes_>
+          bool kPingPong_, bool kJoined_, Ones kOnes_>
 struct Schedule {
   static constexpr int kWarpgroups = kWarpgroups_, kCluster = kCluster_, kStages = kStages_,
                        kQStages = kQStages_;
-  static constexpr bool kDynamic = kDynamic_, kPingPong = kPingPong_;
+  static constexpr bool kDynamic = kDynamic_, kPingPong = kPingPong_, kJoined = kJoined_;
   static constexpr Ones kOnes = kOnes_;
   static constexpr int kBlockM = 64 * kWarpgroups, kThreads = 128 * (kWarpgroups + 1);
   // Registers of a producer's and of a consumer's thread: what the launch gave, shared anew.
@@ -46,25 +46,27 @@ struct Schedule {
 // tile, and for V every scanning warp. All of them wait for and release every tile, also those that
 // they do not use. So no barrier is ever two phases ahead of somebody who waits for it, and a
 // parity means one phase. What waits, for what:
-// - The producer, for tile i - kStages to be released. Consumers release K of tile j before they
-//   ask for more than K of tile j + 1, and V of tile j before they ask for more than V of j + 1: so
-//   nobody who holds an old tile waits for a new one. Loads are issued in the order in which they
-//   are asked for: K of the next tile, V of this one.
+// - The producer, for tile i - kStages to be released. Loads are issued in the order K of the next
+//   tile, V of this one, so that K of tile j + n, n >= 2, comes after V of tile j + n - 2.
+//   Consumers hold nothing older than V of tile j when they wait for K of j + 1 or V of j; where
+//   the product with V of j is joined to the next block's first scores, for K of at most j +
+//   kStages, behind tiles of which they skip K: that comes after V of j + kStages - 2, whose place
+//   is free.
 // - Scanning warps, for V to be full. They clear what they have to clear, and say "clean", before
 //   they release; a tile that one CTA scans is waited for by those of its consumers that use it.
 // - Consumers, for their turn at the tensor cores. They wait for data before their turn and for
 //   nothing between taking and passing it. All warpgroups of a CTA take as many turns for a block
 //   of rows, the n-th one at the same tile: one warpgroup's turn asks for nothing that another
-//   would release only after a later turn.
-// - The producer, for a place of Q. It is given back by the end of the block of rows that used it,
-//   or, if there are two, within the next block, whose loads the producer has issued before it
-//   asks.
+//   would release only after a later turn. (V of tile j is held for at most kStages turns; the last
+//   of them asks for V of at most j + kStages - 1.)
+// - The producer, for a place of Q. It is given back with the scores of the last tile that its
+//   warpgroup sees, before anything of the next block is asked for.
 // - The mailbox of work has two places; a place is filled again when all have read it, and all read
 //   a block's number before they start on it.
 // A CTA of a cluster ends with its peer, whose arrivals and loads reach its shared memory.
 template <class S, class P>
 struct Layout {
-  static constexpr u32 kQSlot = max_bytes(S::Q::kBytes, S::O::kBytes);
+  static constexpr u32 kQSlot = S::Q::kBytes;
   static constexpr u32 kQ = 0, kK = kQ + P::kQStages * P::kWarpgroups * kQSlot,
                        kV = kK + P::kStages * S::K::kBytes, kOnes = kV + P::kStages * S::V::kBytes,
                        kBarriers = kOnes + (P::kOnes == Ones::kNone ? 0 : 16 * kPanelPitch);
@@ -91,15 +93,16 @@ struct Divisor {
 // Blocks of rows of all heads, in sets of heads whose K and V stay in the L2 cache together. The
 // last set has what is left.
 struct Order {
-  i32 works;                   // blocks of all heads
-  i32 blocks;                  // of one head
-  i32 whole_sets;              // before the last one
-  i32 set, last;               // heads of a set, of the last one
-  i32 in_batch;                // query heads of a batch entry
-  Divisor by_set;              // blocks of a set
-  Divisor by_head;             // heads of a set
-  Divisor by_last;             // heads of the last one
-  Divisor by_batch, by_group;  // query heads of a batch entry, of a key head
+  i32 works;                    // blocks of all heads
+  i32 blocks;                   // of one head
+  i32 first_block, next_block;  // the block taken first, the step to the one taken after it
+  i32 whole_sets;               // before the last one
+  i32 set, last;                // heads of a set, of the last one
+  i32 in_batch;                 // query heads of a batch entry
+  Divisor by_set;               // blocks of a set
+  Divisor by_head;              // heads of a set
+  Divisor by_last;              // heads of the last one
+  Divisor by_batch, by_group;   // query heads of a batch entry, of a key head
 };
 
 // The block of rows that a CTA takes, and the tiles of keys that it and its cluster walk.
@@ -117,14 +120,14 @@ struct Work {
     end = high > low ? (high + S::kBlockN - 1) / S::kBlockN : begin;
   }
 
-  // Late blocks, the heavy ones under a causal mask, first; the heads of a set side by side.
+  // The heads of a set side by side; their heavy blocks first.
   __device__ __forceinline__ Work(const Order& order, const Band& band, i32 work, i32 rank) {
     constexpr i32 kRows = P::kBlockM * P::kCluster;
     const i32 set = order.by_set.of(work), first_head = set * order.set;
     const i32 rest = work - first_head * order.blocks;
     const bool last = set == order.whole_sets;
     const i32 above = (last ? order.by_last : order.by_head).of(rest);
-    const i32 block = order.blocks - 1 - above;
+    const i32 block = order.first_block + above * order.next_block;
     flat_head = first_head + rest - above * (last ? order.last : order.set);
     tiles(band, block * kRows, min((block + 1) * kRows, band.n_q) - 1, begin, end);
     first_row = block * kRows + rank * P::kBlockM;

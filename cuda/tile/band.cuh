@@ -27,6 +27,20 @@ struct Band {
     const i64 end = static_cast<i64>(row) + diagonal + right + 1;
     return end < n_k ? (end > 0 ? static_cast<i32>(end) : 0) : n_k;
   }
+  // The same bounds relative to `key`, as row + i sees them at + i: not cut to [0, n_k), but
+  // brought within 2^30, where 32 bits and the sides of a tile are safe.
+  __device__ __forceinline__ i32 low_from(i32 row, i32 key) const {
+    return near(static_cast<i64>(row) + diagonal - left - key);
+  }
+  __device__ __forceinline__ i32 high_from(i32 row, i32 key) const {
+    return near(static_cast<i64>(row) + diagonal + right + 1 - key);
+  }
+
+ private:
+  __device__ __forceinline__ static i32 near(i64 x) {
+    constexpr i64 kFar = 1 << 30;
+    return static_cast<i32>(x > kFar ? kFar : (x < -kFar ? -kFar : x));
+  }
 };
 
 }  // namespace cuflash

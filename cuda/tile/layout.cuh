@@ -18,35 +18,65 @@ struct Tile {
   static constexpr int kBytes = kRows * kPitch;
 };
 
-// Rows [first, first + kRows) of a matrix of halves; rows outside [low, high) and columns past
-// `cols` become 0.
+// Loads rows [first, first + kRows) of a matrix of halves; rows outside [low, high) and columns
+// past `cols` become 0. A tile that exists whole is loaded in kPieces, so that its loads can be put
+// between products: a burst of them would keep the products' own reads of shared memory waiting.
+template <class T, int kThreads>
+class TileLoad {
+  static constexpr u32 kChunks = T::kCols / 8;
+  // Whether a thread keeps its column: then a piece costs one addition.
+  static constexpr bool kRegular = kThreads % kChunks == 0 && T::kRows % (kThreads / kChunks) == 0;
+  static constexpr u32 kStep = kRegular ? kThreads / kChunks : T::kRows;
+
+ public:
+  static constexpr int kPieces = T::kRows / kStep;
+
+  __device__ __forceinline__ TileLoad(u32 to, const u16* from, i64 row_stride, i32 first, i32 low,
+                                      i32 high, i32 cols, bool wanted = true)
+      : to_(to), from_(from), stride_(row_stride) {
+    whole_ = kRegular && wanted && first >= low && first + T::kRows <= high && cols == T::kCols;
+    if (whole_) {
+      const u32 thread = ptx::thread_index() % kThreads, row = thread / kChunks,
+                chunk = thread % kChunks;
+      from_ += (first + row) * row_stride + chunk * 8;
+      to_ += row * T::kPitch + chunk * 16;
+      return;
+    }
+    if (!wanted) return;
+#pragma unroll 1
+    for (u32 i = ptx::thread_index() % kThreads; i < T::kRows * kChunks; i += kThreads) {
+      const i32 row = first + static_cast<i32>(i / kChunks), chunk = i % kChunks;
+      const bool valid = row >= low && row < high && chunk * 8 < cols;
+      const u16* source = from + (valid ? row * row_stride + chunk * 8 : 0);
+      ptx::cp_async_16(to + i / kChunks * T::kPitch + chunk * 16, source, valid);
+    }
+  }
+
+  // In ascending order, each once.
+  __device__ __forceinline__ void piece(int i) {
+    if (!whole_) return;
+    ptx::cp_async_16(to_ + i * kStep * T::kPitch, from_, true);
+    from_ += kStep * stride_;
+  }
+
+  __device__ __forceinline__ void all() {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) piece(i);
+  }
+
+ private:
+  u32 to_;
+  const u16* from_;
+  i64 stride_;
+  bool whole_;
+};
+
 template <class T, int kThreads>
 __device__ __forceinline__ void load_tile(u32 to, const u16* from, i64 row_stride, i32 first,
                                           i32 low, i32 high, i32 cols) {
-  constexpr u32 kChunks = T::kCols / 8;
-  if constexpr (kThreads % kChunks == 0 && T::kRows % (kThreads / kChunks) == 0) {
-    constexpr u32 kStep = kThreads / kChunks;
-    if (first >= low && first + T::kRows <= high && cols == T::kCols) {
-      // A thread keeps its column: one addition for each piece.
-      const u32 thread = ptx::thread_index() % kThreads, row = thread / kChunks,
-                chunk = thread % kChunks;
-      const u16* source = from + (first + row) * row_stride + chunk * 8;
-      to += row * T::kPitch + chunk * 16;
+  TileLoad<T, kThreads> load(to, from, row_stride, first, low, high, cols);
 #pragma unroll
-      for (u32 i = 0; i < T::kRows; i += kStep) {
-        ptx::cp_async_16(to + i * T::kPitch, source, true);
-        source += kStep * row_stride;
-      }
-      return;
-    }
-  }
-#pragma unroll 1
-  for (u32 i = ptx::thread_index() % kThreads; i < T::kRows * kChunks; i += kThreads) {
-    const i32 row = first + static_cast<i32>(i / kChunks), chunk = i % kChunks;
-    const bool valid = row >= low && row < high && chunk * 8 < cols;
-    const u16* source = from + (valid ? row * row_stride + chunk * 8 : 0);
-    ptx::cp_async_16(to + i / kChunks * T::kPitch + chunk * 16, source, valid);
-  }
+  for (int i = 0; i < load.kPieces; ++i) load.piece(i);
 }
 
 // Address of this lane for the A operand (16 x 16 at row, column) and for B = rows of K (two n8

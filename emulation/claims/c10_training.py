@@ -103,7 +103,7 @@ def _tasks(settings: Settings) -> list[Task]:
         )
         steps = settings.pick(tiny=6, quick=120, full=400)
         given = {"shape": shape, "steps": steps, "device": "cpu", "rate": 3e-3, "evaluated": 64}
-    seeds = settings.pick(tiny=2, quick=4, full=8)
+    seeds = settings.pick(tiny=2, quick=4, full=6)
     given |= {"records": 24, "kernels": settings.kernels}
     return [task(10, f"seed {i}", train, gpu=on_gpu, number=i, **given) for i in range(seeds)]
 

@@ -13,6 +13,16 @@ import numpy as np
 SIGMAS = 3.0
 
 
+def sigmas(tests: int) -> float:
+    """SIGMAS for the worst of so many independent means: the same chance for all of them together.
+
+    >>> [round(sigmas(n), 2) for n in (1, 5)]
+    [3.0, 3.46]
+    """
+    chance = mpmath.erfc(SIGMAS / mpmath.sqrt(2)) / tests
+    return float(mpmath.sqrt(2) * mpmath.erfinv(1 - chance))
+
+
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     """Mean of independent values and its standard error; an error of inf from a single one.
 
