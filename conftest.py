@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+
+# Small products: threads that wait for each other cost more than they give (NumPy's import reads).
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 collect_ignore = (
     []

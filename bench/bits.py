@@ -30,9 +30,10 @@ from bench.common import captures, gpu, write
 from cuflash.planner import portable_only
 from emulation import Plan
 from emulation.backward import Saved, delta_parts, finite_lse, flash_backward
-from emulation.flash import flash_forward, machine_of
+from emulation.flash import flash_forward
 from emulation.problem import Array, Problem
 from emulation.samples import KINDS, sample
+from emulation.tiled import machine_of
 from tests.cases import NUMERICS
 from tests.first_step import differing
 

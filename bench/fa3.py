@@ -64,10 +64,29 @@ class Backward:
             np.from_dlpack(x.transpose(1, 2).contiguous().view(torch.int16)).view(np.bfloat16)
             for x in tensors
         )
+        out, lse, run = self.calls(q, k, v, cell.causal)
+        arrays = (dout, q, k, v, out, lse)
+        calls = replays(flop)
+
+        def milliseconds() -> float:
+            jax.block_until_ready(run(*arrays))
+            start = time.perf_counter()
+            for _ in range(calls):
+                last = run(*arrays)
+            jax.block_until_ready(last)
+            return (time.perf_counter() - start) / calls * 1e3
+
+        return milliseconds
+
+    def calls(self, q: Any, k: Any, v: Any, causal: bool) -> tuple[Any, Any, Callable[..., Any]]:
+        """Out and LSE of JAX arrays (B, N, H, D), and the function of (dout, q, k, v, out, lse)
+        that gives dq, dk and dv.
+        """
+        jax, np = self.jax, self.jax.numpy
         shape, half = jax.ShapeDtypeStruct, q.dtype
         options = {
-            "softmax_scale": 1 / math.sqrt(cell.d),
-            "is_causal": cell.causal,
+            "softmax_scale": 1 / math.sqrt(q.shape[3]),
+            "is_causal": causal,
             "window_size_left": -1,
             "window_size_right": -1,
         }
@@ -87,19 +106,7 @@ class Backward:
         scratch = shape((heads * (batch * n + 128 * (batch + 1)),), np.float32)
         gradients = (shape(q.shape, half), shape(k.shape, half), shape(v.shape, half))
         call = jax.ffi.ffi_call("dew_flash3_mha_bwd", (*gradients, scratch, scratch))
-        run = jax.jit(lambda *x: call(*x, **given)[:3])
-        arrays = (dout, q, k, v, out, lse)
-        calls = replays(flop)
-
-        def milliseconds() -> float:
-            jax.block_until_ready(run(*arrays))
-            start = time.perf_counter()
-            for _ in range(calls):
-                last = run(*arrays)
-            jax.block_until_ready(last)
-            return (time.perf_counter() - start) / calls * 1e3
-
-        return milliseconds
+        return out, lse, jax.jit(lambda *x: call(*x, **given)[:3])
 
 
 def _number(value: float) -> Any:

@@ -2,10 +2,10 @@
 # The standing GPU run: tests that need a GPU, the recorded bits, the count of bits, memory, host
 # time, the sanitizer, speed. Results go to bench/results/.
 #
-#     bash bench/gpu.sh [tests|golden|bits|memory|host|gradients|sanitizer|speed|soak|claims ...]
+#     bash bench/gpu.sh [tests|golden|bits|memory|host|gradients|sanitizer|speed|soak|claims|explain ...]
 #
-# Without an argument all but soak and claims. CUFLASH_CAPTURES names a folder of captures for the
-# count of bits, the gradients and the claims.
+# Without an argument all but soak, claims and explain. CUFLASH_CAPTURES names a folder of captures
+# for the count of bits, the gradients, the claims and explain.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
@@ -92,6 +92,12 @@ speed() {
 soak() {
   # Ten minutes of changing shapes on two streams.
   python3 -W ignore -m bench.soak
+}
+
+explain() {
+  # Public kernels' bits against their Plans, verdicts on their outputs, seconds of an 8k verdict.
+  python3 -W ignore -m bench.explain --gpu --elements 2e8 --workers 14 \
+    ${CUFLASH_CAPTURES:+--data "$CUFLASH_CAPTURES"}
 }
 
 claims() {

@@ -74,8 +74,9 @@ def attention(
 
     A GPU call is queued on CuPy's current stream of q's device and does not wait for it. It can be
     captured in a CUDA graph once its kernels are loaded; what a captured call touches stays
-    allocated as long as the process, since replays use it. Raises TypeError or ValueError naming argument, value and rule, with nothing written; on the GPU also
-    `cuflash.compiler.MissingError` with the command that mends it.
+    allocated as long as the process, since replays use it. Raises TypeError or ValueError naming
+    argument, value and rule, with nothing written; on the GPU also `cuflash.compiler.MissingError`
+    with the command that mends it.
 
     >>> x = np.eye(4, 16, dtype=np.float16)
     >>> out, lse = attention(x, x, x, causal=True, return_lse=True)

@@ -409,9 +409,24 @@ def _said_claims(args: argparse.Namespace, command: str) -> Said:
     return Said(claims.run(args, command))
 
 
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    from cuflash import explain
+
+    explain.add(parser, _positive, _window, _integer)
+
+
+def _said_explain(args: argparse.Namespace, command: str) -> Said:
+    from cuflash import explain
+
+    return Said(explain.run(args, command))
+
+
 COMMANDS: dict[str, Command] = {
     "report": Command(
         "where the rounding error of attention comes from", _add_report, _said_report
+    ),
+    "explain": Command(
+        "whether an attention output is rounding or a bug, and which", _add_explain, _said_explain
     ),
     "claims": Command(
         "an article's claims about flash and standard attention, measured",

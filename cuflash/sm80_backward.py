@@ -27,9 +27,9 @@ from cuflash.sm80_forward import (
     flag,
 )
 from emulation.backward import gradient_scale
-from emulation.flash import constants, machine_of
 from emulation.plan import Plan
 from emulation.problem import Problem
+from emulation.tiled import constants, machine_of
 
 DELTA_PARAMS = np.dtype(
     [(name, np.uint64) for name in ("dout", "out", "rest", "lse", "dlse", "lse2", "delta")]

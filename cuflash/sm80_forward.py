@@ -12,9 +12,9 @@ import numpy as np
 from cuflash.launch import Instantiation, Launch, packed, run, tail_of
 from cuflash.planner import TILE_N
 from cuflash.problem import GpuProblem
-from emulation.flash import constants, machine_of
 from emulation.plan import Plan
 from emulation.problem import Problem
+from emulation.tiled import constants, machine_of
 
 INT_MAX = 2**31 - 1
 THREADS = 128

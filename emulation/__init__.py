@@ -2,11 +2,12 @@
 error.
 """
 
-from emulation import oracle, sfu, tensor_core
+from emulation import oracle, sfu, tensor_core, testing
 from emulation.ablation import shapley
 from emulation.attribution import attribute
 from emulation.backward import flash_vjp, standard_vjp
 from emulation.contributions import Attribution, Contribution
+from emulation.explain import Tolerance, Verdict, explain, tolerance
 from emulation.flash import flash
 from emulation.peers import plan_of
 from emulation.plan import BackwardPlan, Numerics, Plan, default_plan
@@ -20,8 +21,11 @@ __all__ = [
     "Numerics",
     "Plan",
     "Problem",
+    "Tolerance",
+    "Verdict",
     "attribute",
     "default_plan",
+    "explain",
     "flash",
     "flash_vjp",
     "oracle",
@@ -31,4 +35,6 @@ __all__ = [
     "standard",
     "standard_vjp",
     "tensor_core",
+    "testing",
+    "tolerance",
 ]

@@ -28,13 +28,15 @@ from emulation.backward import (
 )
 from emulation.bound_terms import TANH, threshold
 from emulation.contributions import EXPECTED_RESIDUAL, Attribution, assemble, with_parts
-from emulation.flash import Forward, arithmetic_of, constants, flash_rows, resolve_plan, row_blocks
+from emulation.flash import resolve_plan
 from emulation.formats import FLOAT32
 from emulation.plan import Numerics, Plan, default_plan
 from emulation.problem import DTYPES, Array, Problem, dtype_name
 from emulation.sources import SOURCES
 from emulation.standard import STATES, standard_rows
+from emulation.tiled import Forward, arithmetic_of, constants, row_blocks
 from emulation.tracking import F64, Tracked, TrackingMachine
+from emulation.walks import walk_of
 
 Progress = Callable[[str, float], None]
 
@@ -79,7 +81,7 @@ def track_forward(
         for block in row_blocks(problem.n_q):
             q = m.input(problem.q[h, block])
             if plan is not None:
-                rows = flash_rows(m, plan, const, q, k, v, lo[block], hi[block])
+                rows = walk_of(plan)(m, plan, const, q, k, v, lo[block], hi[block])
                 blocks.append((rows.out, rows.o, rows.lse, None))
             else:
                 std = standard_rows(m, problem, q, k, v, lo[block], hi[block])
@@ -210,7 +212,7 @@ def _largest_score(problem: Problem) -> float:
 
 
 def _tiles(problem: Problem, plan: Plan | None) -> Array | None:
-    if plan is None:
+    if plan is None or plan.algorithm != "tiled":
         return None
     lo, hi = problem.band()
     return np.where(hi > lo, -(-hi // plan.tile_n) - lo // plan.tile_n, 0)
@@ -346,6 +348,8 @@ def flash_plan_of(
     if plan is None:
         return default_plan(problem, numerics, state=state or "float32")
     plan = resolve_plan(problem, plan, numerics)
+    if plan.splits > 1:
+        raise ValueError(f"plan.splits: got {plan.splits}, must be 1 to be attributed")
     if state not in (None, plan.state):
         raise ValueError(f"state: got {state!r}, must be {plan.state!r} like plan.state, or None")
     return plan

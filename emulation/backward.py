@@ -15,25 +15,24 @@ import numpy as np
 
 from emulation import rounding
 from emulation.arguments import check_plain, check_progress
-from emulation.flash import (
+from emulation.flash import flash_forward, resolve_plan
+from emulation.machine import Machine, Node
+from emulation.plan import Numerics, Plan
+from emulation.problem import Array, Problem, dtype_name, numpy_dtype
+from emulation.row_sum import column
+from emulation.standard import standard_forward, standard_machine, warp_sum
+from emulation.tiled import (
     LOG2E,
     Constants,
     Forward,
     Progress,
-    column,
     constants,
-    flash_forward,
     halves,
     machine_of,
-    resolve_plan,
     row_blocks,
     scores,
     visible,
 )
-from emulation.machine import Machine, Node
-from emulation.plan import Numerics, Plan
-from emulation.problem import Array, Problem, dtype_name, numpy_dtype
-from emulation.standard import standard_forward, standard_machine, warp_sum
 
 
 @dataclass(frozen=True)
@@ -61,31 +60,35 @@ class Saved:
     p: Callable[[int], Node] | None = None  # (N_q, N_k), the stored P
 
 
-def delta_sum(m: Machine, do: Node, parts: Sequence[Node]) -> Node:
-    """rowsum(dO * O): FMA chains over chunks of 8 columns, then the chunks joined by halves."""
+def delta_sum(m: Machine, do: Node, parts: Sequence[Node], threads: int = 0) -> Node:
+    """rowsum(dO * O): FMA chains of `threads`, each with chunks of 8 columns in turn, joined by
+    halves; 0: a thread for each chunk.
+    """
     rows, width = m.value(do).shape
-    chunks = 1
-    while chunks * 8 < width:
-        chunks *= 2
+    lanes = threads or 1
+    while not threads and lanes * 8 < width:
+        lanes *= 2
+    turns = -(-width // (lanes * 8))
 
     def chunked(x: Array) -> Array:
         xp = rounding.namespace(x)
-        pad = xp.zeros((rows, chunks * 8 - width), x.dtype)
+        pad = xp.zeros((rows, turns * lanes * 8 - width), x.dtype)
         padded: Array = xp.concatenate([x, pad], axis=1)
-        return padded.reshape(rows, chunks, 8)
+        return padded.reshape(rows, turns, lanes, 8)
 
     do = m.map(do, chunked)
     parts = [m.map(part, chunked) for part in parts]
-    acc = m.zeros(m.value(do), (rows, chunks))
+    acc = m.zeros(m.value(do), (rows, lanes))
     every = slice(None)
-    for e in range(8):
-        for part in parts:
-            do_e, o_e = (m.take(x, (every, every, e)) for x in (do, part))
-            acc = m.fma("delta", do_e, o_e, acc)
-    while chunks > 1:
-        chunks //= 2
-        low = m.take(acc, (every, slice(chunks)))
-        acc = m.add("delta", low, m.take(acc, (every, slice(chunks, None))))
+    for turn in range(turns):
+        for e in range(8):
+            for part in parts:
+                do_e, o_e = (m.take(x, (every, turn, every, e)) for x in (do, part))
+                acc = m.fma("delta", do_e, o_e, acc)
+    while lanes > 1:
+        lanes //= 2
+        low = m.take(acc, (every, slice(lanes)))
+        acc = m.add("delta", low, m.take(acc, (every, slice(lanes, None))))
     return m.take(acc, (every, 0))
 
 
@@ -93,13 +96,15 @@ def _over_queries(
     m: Machine, plan: Plan, name: str, acc: Node | None, parts: list[Node], b: Node, seen: Array
 ) -> Node:
     """acc += parts^T b over the rows: parts (R, T), b (R, D). Tiles of queries matter only if
-    promoted, or split into parts or terms.
+    promoted, split into parts or terms, or taken from the last to the first.
     """
     rows = seen.shape[0]
     split = len(parts) > 1 or (plan.format == "float32" and plan.wide == "split")
-    whole = plan.numerics.accumulate == "tensor-core" and not split
-    step = rows if whole else plan.backward.tile_m
-    for start in range(0, rows, step):
+    ascending = plan.backward.queries == "ascending"
+    whole = plan.numerics.accumulate == "tensor-core" and not split and ascending
+    starts = range(0, rows, rows if whole else plan.backward.tile_m)
+    step = starts.step
+    for start in starts if ascending else reversed(starts):
         block = slice(start, min(start + step, rows))
         b_t = m.transpose(m.take(b, block))
         promoted = plan.numerics.accumulate == "promoted"
@@ -135,7 +140,9 @@ def flash_backward(
     xp = rounding.namespace(problem.q)
     lo, hi = (xp.asarray(x) for x in problem.band())
     kv_heads, n_k = int(problem.k.shape[0]), problem.n_k
-    log2e = m.constant("LSE scaling", LOG2E)
+    if plan.algorithm != "tiled":
+        raise ValueError(f"plan.algorithm: got {plan.algorithm!r}, must be 'tiled' for gradients")
+    log2e, threads = m.constant("LSE scaling", LOG2E), plan.backward.delta_threads
     scale = gradient_scale(m, problem, const)
     tile_n, tile_m = plan.backward.tile_n, plan.backward.tile_m
     starts = list(range(0, n_k, tile_n))
@@ -147,7 +154,7 @@ def flash_backward(
     do = [m.input(x) for x in dout]
     lse2 = [m.mul("LSE scaling", saved.lse(h), log2e) for h in range(problem.heads)]
     delta = [
-        _delta(m, do[h], saved.o(h), None if dlse is None else dlse[h])
+        _delta(m, do[h], saved.o(h), None if dlse is None else dlse[h], threads)
         for h in range(problem.heads)
     ]
     result = Gradients([], [], [], [], [], [])
@@ -171,7 +178,12 @@ def flash_backward(
                 columns = xp.arange(tile.start, tile.stop)
                 seen = visible(columns, lo[rows], hi[rows])
                 s = scores(m, const, q_h, k)
-                x = m.fma("exponent argument", s, const.c, m.map(column(m, lse_h), np.negative))
+                if plan.backward.score == "fused":
+                    less = m.map(column(m, lse_h), np.negative)
+                    x = m.fma("exponent argument", s, const.c, less)
+                else:
+                    x = m.mul("exponent argument", s, const.c)
+                    x = m.sub("exponent argument", x, column(m, lse_h))
                 p = m.exp2("exp2", x, seen)
                 dp = m.keep("dP rounding", m.dot("dP accumulation", do_h, v))
                 ds = _score_gradient(m, const, s, p, dp, column(m, delta_h))
@@ -200,8 +212,8 @@ def gradient_scale(m: Machine, problem: Problem, const: Constants) -> Node:
     return const.scale if problem.softcap is None else m.constant("gradient scaling", problem.scale)
 
 
-def _delta(m: Machine, do: Node, parts: Sequence[Node], dlse: Array | None) -> Node:
-    delta = delta_sum(m, do, parts)
+def _delta(m: Machine, do: Node, parts: Sequence[Node], dlse: Array | None, threads: int) -> Node:
+    delta = delta_sum(m, do, parts, threads)
     return delta if dlse is None else m.sub("delta", delta, m.input(dlse))
 
 

@@ -28,10 +28,10 @@ from emulation.bound_terms import (
     scores,
     total,
 )
-from emulation.flash import LN2, LOG2E
 from emulation.oracle.result import numbers
 from emulation.plan import Plan
 from emulation.problem import Array, Problem
+from emulation.tiled import LN2, LOG2E
 
 # -- forward
 
@@ -57,18 +57,25 @@ def cast_error(value: F64, err: F64, fmt: str) -> F64:
     return np.where(up < r.limit, err + r.relative * up + r.absolute, np.inf)
 
 
-def _spread(common: F64, v: F64, o: F64) -> F64:
-    """sum_j common_ij |v_jd - O_id|: what errors do to O that its numerator and l share."""
+def _spread(common: F64, v: F64, o: F64, loose: bool = False) -> F64:
+    """sum_j common_ij |v_jd - O_id|: what errors do to O that its numerator and l share.
+
+    loose: with |v| + |O| for |v - O|, which is one product.
+    """
+    if loose:
+        return np.asarray(common @ np.abs(v) + np.abs(o) * common.sum(axis=1, keepdims=True))
     gaps = (np.abs(v[:, d] - o[:, d, None]) for d in range(v.shape[1]))
     parts = [np.where(gap > 0, common * gap, 0.0).sum(axis=1) for gap in gaps]
     return np.stack(parts, axis=1)
 
 
-def forward(problem: Problem, plan: Plan, h: int, rows: slice, band: Array) -> Forward:
-    """Bounds of `flash_rows` for rows of head h with band (2, R)."""
+def forward(
+    problem: Problem, plan: Plan, h: int, rows: slice, band: Array, *, loose: bool = False
+) -> Forward:
+    """Bounds of `flash_rows` for rows of head h with band (2, R); `loose` as in `_spread`."""
     num, fmt = plan.numerics, plan.format
     product = Product.of(fmt, plan.arch, plan.step, plan.wide)
-    const = Constants.of(problem)
+    const = Constants.of(problem, natural=plan.score == "scaled")
     rounding = Rounding.of(fmt, num.p == "split")
     q, k, v = operands(problem, h, rows)
     s = scores(problem, product, const, q, k, band)
@@ -83,8 +90,11 @@ def forward(problem: Problem, plan: Plan, h: int, rows: slice, band: Array) -> F
     x = np.maximum(ref.x_up[:, None], ref.up[:, None] - s.y + s.e)
     e = s.e + U * x + 2 * TINY + ref.alpha_e[:, None]
     apart = U * (np.abs(s.y) + s.e)  # s c rounded alone
-    if plan.score == "unfused":
+    if plan.score == "unfused" or plan.diagonal:
         e = e + apart
+    elif plan.score == "scaled":  # two products, and log2 e as held
+        held = abs(float(np.float32(LOG2E)) / LOG2E - 1) + 2.0**-51
+        e = e + ((1 + U) ** 2 * (1 + held) - 1) * (np.abs(s.y) + s.e) + 2 * TINY
     elif plan.score == "guarded":  # from |r| = 2^24 on; half of it leaves room for r's own error
         e = e + np.where(np.abs(ref.up[:, None]) >= 2.0**23, apart, 0.0)
     factor = np.exp2(e) * np.asarray(1.0 + compounded(EX2, 1.0 + ref.moves))[:, None]
@@ -108,7 +118,7 @@ def forward(problem: Problem, plan: Plan, h: int, rows: slice, band: Array) -> F
     if num.accumulate == "tensor-core":
         after, adds = after + (after_tiles - 1) * per_tile, ref.moves[:, None] + 0.0 * after
     else:
-        adds = after_tiles
+        adds = after_tiles + (2.0 if plan.finish == "fold" else 0.0)
     after = np.where(seen, np.minimum(after, keys * len(parts) * product.passes), 0.0)
     steps = walk.tiles.max(initial=0.0) * per_tile
 
@@ -119,7 +129,12 @@ def forward(problem: Problem, plan: Plan, h: int, rows: slice, band: Array) -> F
     # Row sums by lanes: at most 2 ceil(T / 8) - 1 additions in a tile (or 2 ceil(T / 8) with the
     # running sum in front), one fma a tile, two joins; not more than there are keys and moves.
     lane = 2 * math.ceil(plan.tile_n / 8)
-    ops = after_tiles + lane + 1 if plan.row_sum_order == "tile" else after_tiles * lane + 2
+    # Groups of 32 columns: 7 additions and two joins in a group, then one a group and one product.
+    ops = after_tiles + lane + 1
+    if plan.row_sum_order == "running":
+        ops = after_tiles * lane + 2
+    elif plan.row_sum_order == "groups":
+        ops = after_tiles * (1 + math.ceil(plan.tile_n / 32)) + 10
     ops = np.minimum(ops, keys - 1 + ref.moves[:, None])
 
     def lanes(values: F64, extra: int = 0) -> F64:
@@ -137,7 +152,7 @@ def forward(problem: Problem, plan: Plan, h: int, rows: slice, band: Array) -> F
     # final multiply.
     weight_low = np.maximum(p / factor * (1 - EX2 * EX2) ** (1 + ref.moves[:, None]) - flush, 0.0)
     l_low = (weight_low - (p_err if shared else 0.0)).sum(axis=1) - l_err
-    err = _spread(common, v, o) + summed(v) + np.abs(o) * l_err[:, None]
+    err = _spread(common, v, o, loose) + summed(v) + np.abs(o) * l_err[:, None]
     if not shared:
         err += p_err @ np.abs(v)
     err = np.where(l_low > 0, 1.0 / np.where(l_low > 0, l_low, 1.0), np.inf)[:, None] * err
@@ -193,9 +208,12 @@ def _lse_error(
     e_lg = LG2 * np.maximum(1.0, size)
     log2_l, r = size + e_lg, np.maximum(np.abs(ref.up), np.abs(ref.low))
     exact = LN2 * np.abs(s.lse2)
-    if plan.lse == "sum":
+    if plan.lse in ("sum", "log2f"):  # log2f errs by less than lg2
         e = e_log + e_lg
         return LN2 * (e + ((1 + U) ** 2 * (1 + ln2) - 1) * (np.abs(s.lse2) + e)) + TINY
+    if plan.lse == "natural":  # logf errs by less than an ulp; r / log2 e by 2 U
+        e = LN2 * (e_log + 2 * U * size + ((1 + U) * (1 + 2 * ln2) - 1) * r)
+        return e + U * (exact + e) + TINY
     w = e_log + e_lg + ((1 + U) * (1 + ln2) - 1) * log2_l
     if plan.lse == "reference":
         e = LN2 * (w + ln2 * r)
@@ -220,7 +238,9 @@ def operands(problem: Problem, h: int, rows: slice) -> tuple[F64, F64, F64]:
 # -- standard attention
 
 
-def standard(problem: Problem, h: int, rows: slice, band: Array) -> tuple[F64, F64]:
+def standard(
+    problem: Problem, h: int, rows: slice, band: Array, *, loose: bool = False
+) -> tuple[F64, F64]:
     """Bounds of out and LSE of `standard_rows` with an fp32 state.
 
     Weights are relative to the largest computed score: an exact number, which cancels.
@@ -248,7 +268,7 @@ def standard(problem: Problem, h: int, rows: slice, band: Array) -> tuple[F64, F
     low = np.maximum(p / factor * (1 - EX2 * EX2) - flush, 0.0).sum(axis=1) - l_err
     inverse = np.where(low > 0, 1.0 / np.where(low > 0, low, 1.0), np.inf)[:, None]
     o = p @ v
-    err = inverse * (_spread(common, v, o) + np.abs(o) * l_err[:, None])
+    err = inverse * (_spread(common, v, o, loose) + np.abs(o) * l_err[:, None])
     # P / l rounded, rounded to the format, one product over the row, the cast.
     rounding = Rounding.of(problem.dtype)
     p_up = np.where(seen, up * inverse, 0.0)

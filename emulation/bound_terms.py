@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from emulation import tensor_core, wide
-from emulation.flash import LAZY_LIMIT, LN2, LOG2E
 from emulation.formats import BFLOAT16, FLOAT32, FORMATS, Format
 from emulation.plan import Plan
 from emulation.problem import Array, Problem
+from emulation.tiled import LAZY_LIMIT, LN2, LOG2E
 
 F64 = NDArray[np.float64]
 
@@ -347,7 +347,11 @@ def reference(plan: Plan, s: Scores, walk: Walk) -> Reference:
     m_up, m_low = largest(s.y + s.e, s.seen), largest(s.y - s.e, s.seen)
     f_up, f_low = largest(s.y + s.e, start), largest(s.y - s.e, start)
     # Roundings of r = rn(m c), of a reference lifted or moved, and of x at the largest score.
-    near = 3 * U * (np.maximum(largest(np.abs(s.y) + s.e, s.seen), 0.0) + 1.0)
+    near = (
+        (4 if plan.score == "scaled" else 3)
+        * U
+        * (np.maximum(largest(np.abs(s.y) + s.e, s.seen), 0.0) + 1.0)
+    )
     later = np.maximum(walk.tiles - 1, 0.0)
     up, low, x_up, moves = m_up + near, m_low - near, near, later
     same = np.ones(len(up), bool)

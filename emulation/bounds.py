@@ -31,10 +31,10 @@ from emulation.bound_terms import (
     gamma64,
     total,
 )
-from emulation.flash import LN2, LOG2E
 from emulation.oracle.result import check_cotangents, refuse_nonfinite
 from emulation.plan import Plan
 from emulation.problem import Array, Problem
+from emulation.tiled import LN2, LOG2E
 
 __all__ = ["backward_bound", "forward_bound", "standard_bound"]
 
@@ -50,6 +50,10 @@ def _check(problem: Problem, plan: Plan | None = None) -> None:
         raise TypeError(f"plan: got {type(plan).__name__}, must be a Plan")
     if plan.format != problem.dtype:
         raise ValueError(f"plan: format {plan.format}, must be {problem.dtype} like q")
+    if plan.algorithm != "tiled":
+        raise ValueError(f"plan.algorithm: got {plan.algorithm!r}, must be 'tiled' to be bounded")
+    if plan.splits > 1:
+        raise ValueError(f"plan.splits: got {plan.splits}, must be 1 to be bounded")
     if plan.state != "float32":
         raise ValueError(f"plan.state: got {plan.state!r}, must be 'float32' to be bounded")
     if plan.numerics.reference == "stale" and 2.0**plan.stale_limit < plan.tile_n / 4:
@@ -116,7 +120,7 @@ def standard_bound(problem: Problem) -> tuple[F64, F64]:
 def _delta_error(plan: Plan, f: Forward, dout: F64, v_terms: F64, dlse: F64) -> tuple[F64, F64]:
     """delta = sum_d dO_d O_d - dLSE (R,) and its error: that of the O which is summed, as a rounded
     part and (delta="full") the rounded remainder, which is exact before its rounding; then 8 fmas a
-    part in a chain, a tree over the chunks, one subtraction.
+    part and turn in a chain, a tree over the threads, one subtraction.
     """
     r = Rounding.of(plan.format)
     o_err, size, parts = f.out, np.abs(f.o) + f.out, 1
@@ -127,9 +131,10 @@ def _delta_error(plan: Plan, f: Forward, dout: F64, v_terms: F64, dlse: F64) -> 
         rest = r.relative * first + r.absolute
         o_err = np.where(up < r.limit, f.wide + rest, np.inf)
         size, parts = up + 2 * first + rest, 2
-    chunks = 1
-    while chunks * 8 < f.o.shape[1]:
+    chunks = plan.backward.delta_threads or 1
+    while not plan.backward.delta_threads and chunks * 8 < f.o.shape[1]:
         chunks *= 2
+    parts *= -(-f.o.shape[1] // (8 * chunks))
     weight = np.abs(dout)
     rounded = compounded(U, 8 * parts + math.log2(chunks)) + gamma64(f.o.shape[1])
     err = (weight * o_err).sum(axis=1) + rounded * (weight * size).sum(axis=1)
@@ -147,14 +152,16 @@ def _query_walk(
     """
     i = np.arange(rows.start, rows.stop)
     parts = 2 if plan.numerics.p == "split" else 1
-    if plan.numerics.accumulate == "tensor-core" and parts * product.passes == 1:
+    ascending = plan.backward.queries == "ascending"
+    if plan.numerics.accumulate == "tensor-core" and parts * product.passes == 1 and ascending:
         head = product.steps(n_q) + 1
         after = (n_q - 1 - i) // product.length + 2 + heads_after * head
         return after.astype(np.float64), np.zeros(len(i)), head
     tile, per_tile = plan.backward.tile_m, parts * product.steps(plan.backward.tile_m)
     tiles = -(-n_q // tile)
     within = per_tile - i % tile // product.length
-    left = tiles - 1 - i // tile + heads_after * tiles
+    later = tiles - 1 - i // tile if ascending else i // tile
+    left = later + heads_after * tiles
     if plan.numerics.accumulate == "promoted":
         return within.astype(np.float64), left + 1.0, tiles * per_tile
     return within + left * float(per_tile), np.zeros(len(i)), tiles * per_tile
@@ -206,6 +213,8 @@ def _backward(
     e = s.e + e_lse
     x_up = e
     e = e + U * (s.lse2[:, None] - s.y + e) + TINY
+    if plan.backward.score == "unfused":
+        e = e + U * (np.abs(s.y) + s.e) + TINY
     factor = np.exp2(e) * (1 + EX2)
     p_err = np.where(seen, p * (factor - 1.0) + FLUSH, 0.0)
     p_err = np.where(seen & ~(x_up < 126.0), np.inf, p_err)

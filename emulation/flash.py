@@ -1,406 +1,17 @@
-"""Tiled attention under a Plan, step by step: the algorithm of the kernels, one step a line.
-
-Rows are independent: a block of rows walks the tiles of keys together, and a row that sees nothing
-of a tile comes out of it bit for bit as it went in (alpha = 1, P = 0).
-"""
+"""Tiled attention as a call: checked arguments, blocks of rows through the walk of their Plan."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from emulation import rounding
 from emulation.arguments import check_progress
-from emulation.machine import Machine, Node
 from emulation.plan import Numerics, Plan, default_plan
 from emulation.problem import Array, Problem, numpy_dtype
-
-LOG2E = math.log2(math.e)
-LN2 = math.log(2.0)
-
-#: Rows that walk the tiles together: enough to keep vector code busy, few enough to skip causal
-#: tiles.
-ROWS = 1024
-#: "lazy" follows the max once it grew by more than this in log2 units (FlashAttention-4).
-LAZY_LIMIT = 8.0
-#: "guarded": from here on a reference in log2 units is too coarse for a fused subtraction.
-WIDE_REFERENCE = np.float32(2.0**24)
-#: "tie-safe": scores tie when they are within this of the max, in log2 units.
-TIE = 2.0**-9
-
-Progress = Callable[[str, float], None]
-
-
-def arithmetic_of(plan: Plan) -> dict[str, Any]:
-    """What a Plan says of the machine, as its arguments."""
-    return {
-        "arch": plan.arch,
-        "step": plan.step,
-        "fmt": plan.format,
-        "wide": plan.wide,
-        "state": plan.state,
-        "exp2": plan.numerics.exp2,
-    }
-
-
-def machine_of(plan: Plan) -> Machine:
-    """The machine that a Plan names."""
-    return Machine(**arithmetic_of(plan))
-
-
-@dataclass(frozen=True)
-class Constants:
-    """The problem's constants as the machine holds them: c turns a score into log2 units."""
-
-    c: Node
-    scale: Node
-    softcap: Node | None  # turns a score into the argument of tanh; the score is then in [-1, 1]
-    c_ln2: Node
-
-
-def constants(m: Machine, problem: Problem) -> Constants:
-    """c = scale * log2(e); with a softcap the score becomes tanh(s * scale / softcap), c = softcap
-    * log2(e).
-    """
-    unit = problem.scale if problem.softcap is None else problem.softcap
-    return Constants(
-        c=m.constant("score scaling", unit * LOG2E),
-        scale=m.constant("score scaling", unit),
-        softcap=None
-        if problem.softcap is None
-        else m.constant("softcap", 2.0 * LOG2E * problem.scale / problem.softcap),
-        c_ln2=m.constant("LSE", float(np.float32(unit * LOG2E)) * LN2),
-    )
-
-
-def scores(m: Machine, const: Constants, q: Node, k: Node) -> Node:
-    """S = Q K^T, capped. (R, D), (T, D) -> (R, T)."""
-    s = m.dot("QK accumulation", q, k)
-    s = m.keep("S rounding", s)
-    if const.softcap is None:
-        return s
-    return m.tanh("softcap", m.mul("softcap", s, const.softcap))
-
-
-def visible(columns: Array, lo: Array, hi: Array) -> Array:
-    """(R, T) mask: column inside the row's band."""
-    seen: Array = (columns >= lo[:, None]) & (columns < hi[:, None])
-    return seen
-
-
-def column(m: Machine, x: Node) -> Node:
-    """(R,) -> (R, 1)."""
-    return m.take(x, (slice(None), None))
-
-
-def tiles(n_k: int, tile_n: int, direction: str, first: int, last: int) -> Iterator[slice]:
-    """The tiles of keys that [first, last) touches, in the Plan's direction. Tiles are aligned to
-    key 0.
-    """
-    starts = range(first // tile_n * tile_n, last, tile_n)
-    for start in reversed(starts) if direction == "right-to-left" else starts:
-        yield slice(start, min(start + tile_n, n_k))
-
-
-@dataclass(frozen=True)
-class Reference:
-    """What a row subtracts from its scores: r in log2 units, m the score it came from."""
-
-    m: Node
-    r: Node
-    started: Array  # the row has seen a score above -inf
-
-
-def weighs(m: Machine, s: Node, seen: Array) -> Array:
-    """Rows (R,) that see a score other than -inf, which would weigh 2^-inf = 0 under any reference
-    and so cannot be one.
-    """
-    found: Array = (seen & (m.value(s) != -np.inf)).any(axis=1)
-    return found
-
-
-def _follow(
-    m: Machine, plan: Plan, const: Constants, old: Reference, s: Node, seen: Array
-) -> Reference:
-    """The reference of a tile, before any redo."""
-    xp = rounding.namespace(seen)
-    policy = plan.numerics.reference
-    sees = weighs(m, s, seen)
-    started = old.started | sees
-    first = started & ~old.started
-    if policy == "final" or (policy == "stale" and not bool(first.any())):
-        return Reference(old.m, old.r, started)
-    top = m.top(s, seen)
-    grew = first | (sees & (m.value(top) > m.value(old.m)))
-    new_m = m.select(grew, top, old.m)
-    new_r = m.mul("exponent argument", new_m, const.c)
-    r = m.value(new_r)
-    move: Array
-    if policy == "stale":
-        new_r = m.shifted(new_r, xp.ceil(r))
-        move = first
-    elif policy == "lazy":
-        move = first | (sees & (rounding.sub(r, m.value(old.r)) > LAZY_LIMIT))
-    elif policy == "power-of-two":
-        new_r = m.shifted(new_r, xp.ceil(r))
-        move = sees
-    elif policy == "tie-safe":
-        near = rounding.fma(m.value(s), m.value(const.c), -r[:, None]) >= -TIE
-        tied = (near & seen).sum(axis=1) > 1
-        new_r = m.shifted(new_r, xp.where(tied, xp.floor(r) + xp.float32(1), r))
-        move = first | (sees & (m.value(new_r) > m.value(old.r)))
-    else:
-        move = sees
-    # A reference that comes out the same is the same: nothing is rescaled, nor in exact arithmetic.
-    turn = move & (first | _moved(m, plan, old, Reference(new_m, new_r, started)))
-    return Reference(m.select(move, new_m, old.m), m.select(turn, new_r, old.r), started)
-
-
-def _moved(m: Machine, plan: Plan, old: Reference, new: Reference) -> Array:
-    """Whether alpha has to be formed: the quantity that the Plan forms it from has changed."""
-    if plan.alpha == "maxima":
-        return m.differ(old.m, new.m)
-    return m.differ(old.r, new.r)
-
-
-def _alpha(m: Machine, plan: Plan, const: Constants, old: Reference, new: Reference) -> Node | None:
-    """alpha = 2^(r_old - r_new), or None where no row's reference moved and nothing is to be
-    rescaled.
-    """
-    moved = old.started & _moved(m, plan, old, new)
-    if not bool(moved.any()):
-        return None
-    if plan.alpha == "maxima":
-        x = m.mul("alpha", m.sub("alpha", old.m, new.m), const.c)
-        # Real arithmetic subtracts the references that were used; rounding m c made them differ a
-        # little.
-        x = m.linear("alpha", m.value(x), (1.0, old.r), (-1.0, new.r))
-    else:
-        x = m.sub("alpha", old.r, new.r)
-    x = m.select(moved, x, m.zeros(moved, moved.shape))
-    return m.exp2("alpha", x)
-
-
-def _probabilities(
-    m: Machine, plan: Plan, const: Constants, s: Node, ref: Reference, seen: Array
-) -> tuple[Node, Node]:
-    """x = s c - r and P = 2^x, P = 0 where not seen."""
-    r = column(m, ref.r)
-    wide = abs(m.value(r)) >= WIDE_REFERENCE
-    if plan.score == "unfused" or (plan.score == "guarded" and bool(wide.any())):
-        x = m.sub("exponent argument", m.mul("exponent argument", s, const.c), r)
-        if plan.score == "guarded":
-            fused = m.fma("exponent argument", s, const.c, m.map(r, np.negative))
-            x = m.select(wide, x, fused)
-    else:
-        x = m.fma("exponent argument", s, const.c, m.map(r, np.negative))
-    return x, m.exp2("exp2", x, seen)
-
-
-def _lanes(m: Machine, p: Node) -> list[Node]:
-    """The entries of a tile in the order in which the four lanes of a quad add them: a list of (R,
-    4).
-    """
-    rows, width = m.value(p).shape
-    pad = -width % 8
-
-    def quads(x: Array) -> Array:
-        xp = rounding.namespace(x)
-        x = xp.concatenate([x, xp.zeros((rows, pad), x.dtype)], axis=1) if pad else x
-        return x.reshape(rows, -1, 4, 2)
-
-    p = m.map(p, quads)
-    every = slice(None)
-    return [m.take(p, (every, j, every, e)) for j in range((width + pad) // 8) for e in (0, 1)]
-
-
-def lane_sum(m: Machine, name: str, p: Node) -> Node:
-    """Lane sums of one tile (R, T) -> (R, 4)."""
-    first, *rest = _lanes(m, p)
-    t = first
-    for p_j in rest:
-        t = m.add(name, t, p_j)
-    return t
-
-
-def _row_sum(m: Machine, plan: Plan, lanes: Node, alpha: Node | None, p: Node) -> Node:
-    """l = l alpha + sum of P, four lanes (R, 4), in the Plan's order."""
-    a = np.float32(1) if alpha is None else column(m, alpha)
-    if plan.row_sum_order == "tile":
-        t = lane_sum(m, "row sum", p)
-        return m.fma("row sum", lanes, a, t, product="rescale of l")
-    first, *rest = _lanes(m, p)
-    lanes = m.fma("row sum", lanes, a, first, product="rescale of l")
-    for p_j in rest:
-        lanes = m.add("row sum", lanes, p_j)
-    return lanes
-
-
-def join(m: Machine, plan: Plan, name: str, lanes: Node) -> Node:
-    """The four lanes of a quad added in the Plan's order: (R, 4) -> (R,)."""
-    l0, l1, l2, l3 = (m.take(lanes, (slice(None), g)) for g in range(4))
-    if plan.join == "02+13":
-        l1, l2 = l2, l1
-    return m.add(name, m.add(name, l0, l1), m.add(name, l2, l3))
-
-
-def halves(m: Machine, plan: Plan, name: str, x: Node) -> list[Node]:
-    """x as the tensor core takes it: rounded to the input format, or split into a high and a low
-    part. In float32 it is an operand like any other.
-    """
-    high = m.cast(name, x, plan.format)
-    if plan.numerics.p == "input" or plan.format == "float32":
-        return [high]
-    return [high, m.cast(name, m.sub(name, x, high), plan.format)]
-
-
-def _accumulate(
-    m: Machine, plan: Plan, names: tuple[str, str], acc: Node, alpha: Node | None,
-    parts: list[Node], b: Node, seen: Array,
-) -> Node:  # fmt: skip
-    """acc = acc alpha + sum(parts) b^T; names: source of the sum, source of the rescale."""
-    a = None if alpha is None else column(m, alpha)
-    if plan.numerics.accumulate == "tensor-core":
-        if a is not None:
-            acc = m.mul(names[1], acc, a)
-        for part in parts:
-            acc = m.dot_seen(names[0], part, b, acc, seen)
-        return acc
-    tile = None
-    for part in parts:
-        tile = m.dot_seen(names[0], part, b, tile, seen)
-    if a is None:
-        return m.add(names[0], acc, tile)
-    return m.fma(names[0], acc, a, tile, product=names[1])
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A block of rows after its last tile."""
-
-    o: Node  # (R, D_v), normalised, before the output cast
-    out: Node  # (R, D_v), in the output format
-    lse: Node  # (R,); 0 where a row saw nothing
-    started: Array  # (R,): saw a key
-
-
-def flash_rows(
-    m: Machine, plan: Plan, const: Constants, q: Node, k: Array, v: Array, lo: Array, hi: Array
-) -> Rows:
-    """Attention of a block of rows: q (R, D), k (N_k, D), v (N_k, D_v), band [lo, hi) per row."""
-    rows, n_k = m.value(q).shape[0], k.shape[0]
-    sees = hi > lo
-    first, last = (int(lo[sees].min()), int(hi[sees].max())) if bool(sees.any()) else (0, 0)
-    visits = list(tiles(n_k, plan.tile_n, plan.direction, first, last))
-    xp = rounding.namespace(lo)
-
-    def seen_of(tile: slice) -> Array:
-        columns = xp.arange(tile.start, tile.stop)
-        return visible(columns, lo, hi)
-
-    ref = Reference(m.zeros(lo, (rows,)), m.zeros(lo, (rows,)), xp.zeros(rows, bool))
-    if plan.numerics.reference == "final":
-        ref = _final_reference(m, const, ref, q, k, visits, seen_of)
-    o = m.zeros(lo, (rows, v.shape[1]))
-    lanes = m.zeros(lo, (rows, 4))  # l of the unrounded P
-    weights = m.zeros(lo, (rows, 1))  # l of the rounded P, summed by the tensor core
-    rounded_lanes = m.zeros(lo, (rows, 4))  # or by the lanes
-    ones = m.input(xp.ones((1, plan.tile_n), np.float32))
-
-    for tile in visits:
-        seen = seen_of(tile)
-        s = scores(m, const, q, m.input(k[tile]))
-        old, ref = ref, _follow(m, plan, const, ref, s, seen)
-        x, p = _probabilities(m, plan, const, s, ref, seen)
-        if plan.numerics.reference == "stale":
-            ref, p = _redo(m, plan, const, ref, s, x, p, seen)
-        alpha = _alpha(m, plan, const, old, ref)
-        lanes = _row_sum(m, plan, lanes, alpha, p)
-        parts = halves(m, plan, "P rounding", p)
-        if plan.numerics.row_sum == "rounded":
-            if plan.rounded_sum == "matrix":
-                ones_t = m.take(ones, (slice(None), slice(tile.stop - tile.start)))
-                weights = _accumulate(
-                    m, plan, ("row sum", "rescale of l"), weights, alpha, parts, ones_t, seen
-                )
-            else:
-                p_seen = parts[0] if len(parts) == 1 else m.add("row sum", parts[0], parts[1])
-                rounded_lanes = _row_sum(m, plan, rounded_lanes, alpha, p_seen)
-        v_t = m.transpose(m.input(v[tile]))
-        o = _accumulate(m, plan, ("PV accumulation", "rescale of O"), o, alpha, parts, v_t, seen)
-
-    one = xp.ones(rows, np.float32)
-    l_exact = m.select(sees, join(m, plan, "row sum", lanes), one)
-    if plan.numerics.row_sum == "unrounded":
-        l_out = l_exact
-    elif plan.rounded_sum == "matrix":
-        l_out = m.select(sees, m.take(weights, (slice(None), 0)), one)
-    else:
-        l_out = m.select(sees, join(m, plan, "row sum", rounded_lanes), one)
-    inverse = m.reciprocal("reciprocal", l_out, plan.inverse)
-    o = m.mul("final multiply", o, column(m, inverse))
-    out_format = plan.format if plan.numerics.out == "input" else "float32"
-    out = m.cast("output cast", o, out_format)
-    return Rows(o, out, _lse(m, plan, const, ref, l_exact), sees)
-
-
-def _final_reference(
-    m: Machine, const: Constants, ref: Reference, q: Node, k: Array, visits: list[slice],
-    seen_of: Callable[[slice], Array],
-) -> Reference:  # fmt: skip
-    """A first pass for the exact max of each row."""
-    top, started = ref.m, ref.started
-    for tile in visits:
-        seen = seen_of(tile)
-        s = scores(m, const, q, m.input(k[tile]))
-        here, sees = m.top(s, seen), weighs(m, s, seen)
-        grew = sees & (~started | (m.value(here) > m.value(top)))
-        top, started = m.select(grew, here, top), started | sees
-    return Reference(top, m.mul("exponent argument", top, const.c), ref.started)
-
-
-def _redo(
-    m: Machine, plan: Plan, const: Constants, ref: Reference, s: Node, x: Node, p: Node,
-    seen: Array,
-) -> tuple[Reference, Node]:  # fmt: skip
-    """Rows whose tile sum grew too large move their reference up by a whole power of two and redo
-    the tile.
-    """
-    xp = rounding.namespace(seen)
-    sums = lane_sum(Machine(), "row sum", m.value(p))
-    move = ~(sums <= 2.0**plan.stale_limit).all(axis=1) & seen.any(axis=1)
-    if not bool(move.any()):
-        return ref, p
-    top = xp.where(seen, m.value(x), xp.float32(-np.inf)).max(axis=1)
-    jump = xp.where(move & xp.isfinite(top), xp.maximum(xp.ceil(top), xp.float32(0)), xp.float32(0))
-    ref = Reference(ref.m, m.shifted(ref.r, rounding.add(m.value(ref.r), jump)), ref.started)
-    return ref, _probabilities(m, plan, const, s, ref, seen)[1]
-
-
-def _lse(m: Machine, plan: Plan, const: Constants, ref: Reference, l_exact: Node) -> Node:
-    """LSE = ln2 (r + log2 l) in the Plan's form."""
-    log2_l = m.log2("LSE", l_exact)
-    value = Machine(state=m.state)
-    ln2 = value.constant("LSE", LN2)
-    l2, r, top = m.value(log2_l), m.value(ref.r), m.value(ref.m)
-    if plan.lse == "sum":
-        lse = value.mul("LSE", value.add("LSE", r, l2), ln2)
-    elif plan.lse == "reference":
-        lse = value.fma("LSE", r, ln2, value.mul("LSE", l2, ln2))
-    else:
-        factor = m.value(const.scale if plan.lse == "scale" else const.c_ln2)
-        lse = value.fma("LSE", top, factor, value.mul("LSE", l2, ln2))
-    return m.linear("LSE", lse, (LN2, ref.r), (LN2, log2_l))
-
-
-def row_blocks(n_q: int, rows: int = ROWS) -> Iterator[slice]:
-    """Blocks of rows; where they are cut changes no bit."""
-    for start in range(0, n_q, rows):
-        yield slice(start, min(start + rows, n_q))
+from emulation.tiled import Forward, Progress, constants, machine_of, row_blocks
+from emulation.walks import walk_of
 
 
 def resolve_plan(
@@ -415,6 +26,8 @@ def resolve_plan(
         raise TypeError(f"plan: got {type(plan).__name__}, must be a Plan or None")
     if plan.format != problem.dtype:
         raise ValueError(f"plan: format {plan.format}, must be {problem.dtype} like q")
+    if plan.algorithm == "unfused" and problem.softcap is not None:
+        raise ValueError(f"softcap: got {problem.softcap}, must be None with an unfused plan")
     return plan
 
 
@@ -455,15 +68,6 @@ def flash(
     return forward.out.reshape(*shape, problem.d_v), forward.lse.reshape(shape)
 
 
-@dataclass(frozen=True)
-class Forward:
-    """All heads: out (H, N_q, D_v) in the output dtype, lse (H, N_q), o float32 before the cast."""
-
-    out: Array
-    lse: Array
-    o: Array
-
-
 def flash_forward(problem: Problem, plan: Plan, progress: Progress | None = None) -> Forward:
     """`flash` on a checked problem, heads flattened, with O as it was before rounding."""
     xp = rounding.namespace(problem.q)
@@ -476,12 +80,11 @@ def flash_forward(problem: Problem, plan: Plan, progress: Progress | None = None
     o = xp.zeros((heads, n_q, d_v), np.float32)
     lse = xp.full((heads, n_q), -np.inf, np.float32)
     blocks = list(row_blocks(n_q))
+    walk = walk_of(plan)
     for h in range(heads):
         k, v = problem.k[problem.kv_head(h)], problem.v[problem.kv_head(h)]
         for i, block in enumerate(blocks):
-            rows = flash_rows(
-                m, plan, const, m.input(problem.q[h, block]), k, v, lo[block], hi[block]
-            )
+            rows = walk(m, plan, const, m.input(problem.q[h, block]), k, v, lo[block], hi[block])
             out[h, block], o[h, block] = rows.out.astype(dtype), rows.o
             lse[h, block] = xp.where(rows.started, rows.lse, xp.float32(-np.inf))
             if progress is not None:

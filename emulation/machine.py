@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from emulation import rounding, sfu, tensor_core, wide
+from emulation import cuda_math, rounding, sfu, tensor_core, wide
 from emulation.problem import Array
 
 Node = Any  # an array here, a Tracked in the tracking machine
@@ -179,9 +179,18 @@ class Machine:
         y = y if seen is None else xp.where(seen, y, xp.float32(0))
         return self.keep(name, y)
 
-    def log2(self, name: str, x: Node) -> Node:
-        """log2(x) by the special function unit."""
-        return self.keep(name, sfu.lg2(x))
+    def exp(self, name: str, x: Node, seen: Array) -> Node:
+        """e^x by CUDA's expf where seen, +0 elsewhere."""
+        xp = rounding.namespace(seen)
+        return self.keep(name, xp.where(seen, cuda_math.expf(x), xp.float32(0)))
+
+    def log2(self, name: str, x: Node, how: str = "hardware") -> Node:
+        """log2(x) by the special function unit, or by "cuda"'s log2f."""
+        return self.keep(name, sfu.lg2(x) if how == "hardware" else cuda_math.log2f(x))
+
+    def log(self, name: str, x: Node) -> Node:
+        """ln(x) by CUDA's logf."""
+        return self.keep(name, cuda_math.logf(x))
 
     def reciprocal(self, name: str, x: Node, how: str) -> Node:
         """1 / x: "ieee" or "hardware" (rcp.approx)."""

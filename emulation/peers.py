@@ -1,15 +1,20 @@
-"""Other people's attention kernels as Plans, found from their outputs and verified bit for bit on
-an H200.
+"""Other people's attention kernels as Plans.
 
-Forward only. Versions: fa3-fwd 0.0.3, FlashAttention-2 and cuDNN 9.19 as called by PyTorch 2.11.
+Forward: fa3-fwd 0.0.3; FlashAttention-2, cuDNN 9.19 and the memory-efficient kernel as called by
+PyTorch 2.11, found from their outputs on an H200. PyTorch's "math" path and Triton's tutorial are
+read from their sources, and so is the backward of FlashAttention-3 and -2 (dK and dV; dQ is summed
+in no fixed order). Of cuDNN's and the memory-efficient backward nothing is known: their Plans have
+cuflash's.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 from emulation.arguments import one_of
-from emulation.plan import Numerics, Plan
+from emulation.plan import BackwardPlan, Numerics, Plan
 from emulation.problem import Problem
 
 _NUMERICS = Numerics(reference="row-max", row_sum="unrounded", delta="rounded")
@@ -19,7 +24,12 @@ _TILES = {
     "fa3": ((64, 192, 128), (96, 144, 144), (128, 176, 128), (192, 112, 112), (256, 80, 80)),
     "fa2": ((64, 128, 128), (256, 64, 64)),
     "cudnn": ((256, 128, 128),),
+    "efficient": ((64, 64, 64), (256, 128, 128)),
+    "fa2-split": ((64, 256, 256), (128, 128, 128), (256, 64, 64)),
+    "triton": ((16, 16, 16), (32, 32, 32), (256, 64, 64)),
 }
+
+SMS = 132  #: of an H200: what FlashAttention-2 decides its splits by
 
 _ORDERS: dict[str, dict[str, Any]] = {
     "fa3": {
@@ -34,7 +44,59 @@ _ORDERS: dict[str, dict[str, Any]] = {
         "direction": "left-to-right", "score": "unfused", "alpha": "references",
         "row_sum_order": "tile", "join": "01+23", "inverse": "hardware", "lse": "reference",
     },
+    "efficient": {
+        "direction": "left-to-right", "score": "scaled", "alpha": "references", "step": 8,
+        "row_sum_order": "groups", "join": "01+23", "inverse": "ieee", "lse": "natural",
+    },
+    "triton": {
+        "direction": "left-to-right", "score": "fused", "alpha": "references",
+        "row_sum_order": "joined", "join": "02+13", "inverse": "hardware", "lse": "log2f",
+    },
+    "math": {"algorithm": "unfused", "wide": "fma", "lse": "natural"},
 }  # fmt: skip
+_ORDERS["fa2-split"] = _ORDERS["fa2"]
+
+#: Queries per tile of FlashAttention-2's backward by head dimension.
+_TILE_M = ((64, 128), (256, 64))
+#: Queries of one block of Triton's tutorial, which also masks so many keys.
+TRITON_BLOCK = 128
+
+
+def _backward(kernel: str, width: int) -> BackwardPlan:
+    """What is known of a kernel's backward: FlashAttention's, as far as dK and dV go."""
+    if kernel == "fa3":  # head dimensions are filled up to these
+        held = next(d for d in (64, 96, 128, 192, 256) if width <= d)
+        threads = 16 if held % 128 == 0 else 8 if held % 64 == 0 else 4
+        return BackwardPlan(delta_threads=threads)
+    if kernel in ("fa2", "fa2-split"):
+        held = next(d for d in (32, 64, 96, 128, 192, 256) if width <= d)
+        return BackwardPlan(
+            tile_m=next(m for d, m in _TILE_M if width <= d),
+            queries="descending",
+            score="unfused",
+            delta_threads=8 if held % 64 == 0 else 4,
+        )
+    return BackwardPlan()
+
+
+def splits_of(problem: Problem, sms: int = SMS) -> int:
+    """Into how many ranges FlashAttention-2 splits the keys; 1: not at all.
+
+    The fewest whose last wave of thread blocks fills at least 0.85 of what the best number fills.
+    """
+    width = max(problem.d, problem.d_v)
+    tile = next(full for d, full, _ in _TILES["fa2-split"] if width <= d)
+    tiles, slots = -(-problem.n_k // tile), 2 * sms
+    work = problem.heads * -(-problem.n_q // 64)
+    if work >= 0.8 * slots or tiles < 2:
+        return 1
+    filled: dict[int, float] = {}
+    for splits in range(1, min(128, slots, tiles) + 1):
+        if splits == 1 or -(-tiles // splits) != -(-tiles // (splits - 1)):
+            waves = work * splits / slots
+            filled[splits] = waves / math.ceil(waves)
+    best = max(filled.values(), default=0.0)
+    return next((s for s, share in filled.items() if share >= 0.85 * best), 1)
 
 
 def plan_of(
@@ -46,9 +108,14 @@ def plan_of(
     causal: Any = False,
     scale: float | None = None,
 ) -> Plan:
-    """The Plan of a public kernel: "fa3", "fa2" (without its split-KV path) or "cudnn".
+    """The Plan of a public kernel: "fa3", "fa2", "cudnn", PyTorch's memory-"efficient" one and its
+    unfused "math" path, Triton's tutorial ("triton").
 
-    q, k, v as for `flash`. Half formats only; raises ValueError naming argument, value and rule.
+    "fa2" walks all keys at once; "fa2-split" is what it does with little work for the GPU: ranges
+    of keys (as many as `splits_of` says, for all heads of q together), merged. "triton" tunes
+    itself: this is 128 queries (`diagonal`) by 64 keys (`tile_n`), others are a
+    `dataclasses.replace` away; its own LSE is in log2. q, k, v as for `flash`. Half formats only;
+    raises ValueError naming argument, value and rule.
 
     >>> import numpy as np
     >>> x = np.zeros((16, 128), np.float16)
@@ -60,10 +127,24 @@ def plan_of(
     if problem.dtype == "float32":
         raise ValueError(f"q: dtype float32, must be float16 or bfloat16 ({kernel} takes no other)")
     width = max(problem.d, problem.d_v)
-    full, diagonal = next(tiles for d, *tiles in _TILES[kernel] if width <= d)
+    more: dict[str, Any] = {}
+    numerics = _NUMERICS
+    if kernel == "fa2-split":
+        more["splits"] = splits_of(problem)
+        kernel = "fa2" if more["splits"] == 1 else kernel
+    if kernel == "efficient" and width > 128:
+        # O waits in memory: every tile's product starts from 0.
+        numerics = dataclasses.replace(numerics, accumulate="promoted")
+        more["finish"] = "fold"
+    if kernel == "triton" and problem.causal:
+        more["diagonal"] = TRITON_BLOCK
+    if kernel != "math":
+        full, causal_tile = next(tiles for d, *tiles in _TILES[kernel] if width <= d)
+        more["tile_n"] = causal_tile if problem.causal else full
     return Plan(
-        numerics=_NUMERICS,
+        numerics=numerics,
         format=problem.dtype,  # type: ignore[arg-type]  # checked by Problem
-        tile_n=diagonal if problem.causal else full,
+        backward=_backward(kernel, width),
         **_ORDERS[kernel],
+        **more,
     )

@@ -112,11 +112,23 @@ class BackwardPlan:
     tile_n: int = 128
     #: Order in which the key tiles' products are added to dQ.
     dq_order: Literal["ascending", "descending"] = "ascending"
+    #: Order in which the tiles of queries are added to dK and dV (of one head after the other).
+    queries: Literal["ascending", "descending"] = "ascending"
+    #: x = fma(s, c, -rn(LSE log2 e)), or rn(rn(s c) - rn(LSE log2 e)).
+    score: Literal["fused", "unfused"] = "fused"
+    #: Threads that share a row of delta = rowsum(dO O), eight columns at a time in turn; each adds
+    #: its columns in ascending order, and they join by halves. 0: as many as there are eights.
+    delta_threads: int = 0
 
     def __post_init__(self) -> None:
         _check_choices(self, "plan.backward")
         for name in ("tile_m", "tile_n"):
             _hold_tile(self, name, f"plan.backward.{name}")
+        threads = _hold_integer(self, "delta_threads", "plan.backward.delta_threads")
+        if threads not in (0, 1, 2, 4, 8, 16, 32):
+            raise ValueError(
+                f"plan.backward.delta_threads: got {echo(threads)}, must be 0, 1, 2, 4, 8, 16 or 32"
+            )
 
 
 def _hold_integer(plan: Any, name: str, what: str) -> int:
@@ -147,6 +159,9 @@ class Plan:
     """
 
     numerics: Numerics = field(default_factory=Numerics)
+    #: "tiled": the online softmax, tile after tile. "unfused": whole rows in fp32, as PyTorch's
+    #: "math" path has them (`unfused`); of the fields below only format and splits = 1 count.
+    algorithm: Literal["tiled", "unfused"] = "tiled"
     #: Format of q, k, v, and of P unless it is split.
     format: Literal["float16", "bfloat16", "float32"] = "bfloat16"
     #: Whose tensor-core rule (`tensor_core.RULES`).
@@ -161,24 +176,37 @@ class Plan:
     direction: Literal["right-to-left", "left-to-right"] = "right-to-left"
     #: x = fma(s, c, -r), or rn(rn(s c) - r). "guarded": fused, but unfused in rows where
     #: |r| >= 2^24: rounding r = m c alone would move x by whole units, and 2^x could overflow.
+    #: "scaled": y = rn(rn(s scale) log2 e) first, its max is the reference, x = rn(y - r).
     #: Of the forward only. The backward subtracts LSE, always fused, and has no such guard: LSE is
     #: as coarse, 2^x may overflow there, and gradients of such rows may be NaN.
-    score: Literal["guarded", "fused", "unfused"] = "guarded"
+    score: Literal["guarded", "fused", "unfused", "scaled"] = "guarded"
+    #: Of a fused score: not fused in tiles that start at or behind the last key that a row sees,
+    #: its number rounded down to a multiple of this (a causal kernel's masked tiles); 0: nowhere.
+    diagonal: int = 0
     #: Argument of alpha: rn(r_old - r_new) of the references, or rn(rn(m_old - m_new) c) of the
     #: maxima.
     alpha: Literal["references", "maxima"] = "references"
     #: l: "tile": lane sums of the tile, then fma(l, alpha, sum). "running": fma(l, alpha, p) first,
-    #: then adds.
-    row_sum_order: Literal["tile", "running"] = "tile"
+    #: then adds. "joined": as "tile", the lanes joined in every tile. "groups": rn(l alpha), to
+    #: which the sums of 32 columns each, lanes joined, are added in turn.
+    row_sum_order: Literal["tile", "running", "joined", "groups"] = "tile"
     #: Who sums the rounded P: the fp32 lanes, or the tensor core (a column of ones beside V).
     rounded_sum: Literal["matrix", "lanes"] = "matrix"
     #: How the four lanes are joined at the end: (l0 + l1) + (l2 + l3), or (l0 + l2) + (l1 + l3).
     join: Literal["01+23", "02+13"] = "01+23"
     #: 1 / l: correctly rounded, or rcp.approx.
     inverse: Literal["ieee", "hardware"] = "ieee"
-    #: LSE: "sum": rn(rn(r + lg2 l) ln2). With w = rn(lg2(l) ln2): "scale": fma(m, scale, w);
-    #: "c ln2": fma(m, rn(c ln2), w); "reference": fma(r, ln2, w).
-    lse: Literal["sum", "scale", "c ln2", "reference"] = "sum"
+    #: O: "multiply": acc rn(1 / l). "fold", of promoted sums: the last tile's product is joined as
+    #: fma(1 / l, product, rn(rn(1 / l alpha) acc)).
+    finish: Literal["multiply", "fold"] = "multiply"
+    #: LSE: "sum": rn(rn(r + lg2 l) ln2); "log2f": the same with CUDA's log2f for lg2. With w =
+    #: rn(lg2(l) ln2): "scale": fma(m, scale, w);
+    #: "c ln2": fma(m, rn(c ln2), w); "reference": fma(r, ln2, w). "natural": rn(rn(r / log2 e) +
+    #: logf(l)), CUDA's logf.
+    lse: Literal["sum", "log2f", "scale", "c ln2", "reference", "natural"] = "sum"
+    #: Ranges of whole tiles of keys, each walked on its own and normalised; their fp32 results are
+    #: merged by LSE (`split.merge`). 1: all keys in one walk.
+    splits: int = 1
     #: "stale" moves the reference when a lane's sum of a tile exceeds 2 ** stale_limit.
     stale_limit: int = 14
     #: Format kept between steps. Kernels keep float32; the half formats show what an all-half chain
@@ -198,22 +226,48 @@ class Plan:
             raise ValueError(f"plan.step: got {echo(self.step)}, must be 1 to 256, or None")
         _hold_tile(self, "tile_n", "plan.tile_n")
         reference = self.numerics.reference
-        if reference not in ("row-max", "lazy", "final"):
+        if reference not in ("row-max", "lazy", "final") or self.score == "scaled":
             # These forms start from the max m, and would miss what the reference adds to it.
+            why = repr(self.score if self.score == "scaled" else reference)
             if self.alpha == "maxima":
-                raise ValueError(
-                    f"plan.alpha: got 'maxima', must be \"references\" with {reference!r}"
-                )
+                raise ValueError(f"plan.alpha: got 'maxima', must be \"references\" with {why}")
             if self.lse in ("scale", "c ln2"):
                 raise ValueError(
-                    f'plan.lse: got {self.lse!r}, must be "sum" or "reference" with {reference!r}'
+                    f'plan.lse: got {self.lse!r}, must be "sum" or "reference" with {why}'
                 )
+        if self.finish == "fold" and (
+            self.numerics.accumulate != "promoted" or self.numerics.row_sum != "unrounded"
+        ):
+            raise ValueError(
+                "plan.finish: got 'fold', must be \"multiply\" unless sums are promoted and l is "
+                "of the unrounded P"
+            )
+        if _hold_integer(self, "diagonal", "plan.diagonal") < 0 or (
+            self.diagonal and (self.score, reference) != ("fused", "row-max")
+        ):
+            raise ValueError(
+                f"plan.diagonal: got {echo(self.diagonal)}, must be 0, or positive with a fused "
+                "score under the row's max"
+            )
+        self._check_unfused()
+        if _hold_integer(self, "splits", "plan.splits") < 1:
+            raise ValueError(f"plan.splits: got {echo(self.splits)}, must be an integer >= 1")
         _hold_integer(self, "stale_limit", "plan.stale_limit")
         most = 14 if self.format == "float16" else 60
         if reference == "stale" and not 0 < self.stale_limit <= most:
             raise ValueError(
                 f"plan.stale_limit: got {self.stale_limit}, must be 1 to {most} in {self.format}"
             )
+
+    def _check_unfused(self) -> None:
+        """An unfused Plan walks no tiles, and keeps float32."""
+        if self.algorithm == "tiled":
+            return
+        for name, value, wanted in (
+            ("splits", self.splits, 1), ("state", self.state, "float32"), ("wide", self.wide, "fma")
+        ):  # fmt: skip
+            if value != wanted:
+                raise ValueError(f"plan.{name}: got {value!r}, must be {wanted!r} if unfused")
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict, the inverse of `from_json`.

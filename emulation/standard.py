@@ -16,10 +16,11 @@ import numpy as np
 
 from emulation import rounding
 from emulation.arguments import check_progress, one_of
-from emulation.flash import LN2, LOG2E, Forward, Progress, column, row_blocks, scores, visible
-from emulation.flash import constants as flash_constants
 from emulation.machine import Machine, Node
 from emulation.problem import Array, Problem, numpy_dtype
+from emulation.row_sum import column
+from emulation.tiled import LN2, LOG2E, Forward, Progress, row_blocks, scores, visible
+from emulation.tiled import constants as flash_constants
 
 STATES = ("float32", "bfloat16", "float16")
 

@@ -285,11 +285,23 @@ class TrackingMachine(Machine):
             {source: np.where(seen, e, 0.0) for source, e in y.errors.items()},
         )
 
-    def log2(self, name: str, x: Any) -> Any:
+    def exp(self, name: str, x: Any, seen: Array) -> Tracked:
+        x = self.map(_node(x), lambda y: np.where(seen, y, 0))
+        value = super().exp(name, x.value, seen)
+        y = self._function(name, x, np.where(seen, value, 1), np.exp, np.exp)
+        return self.select(seen, y, self.zeros(seen, seen.shape))
+
+    def log2(self, name: str, x: Any, how: str = "hardware") -> Any:
         if not isinstance(x, Tracked):
-            return super().log2(name, x)
-        value = super().log2(name, x.value)
+            return super().log2(name, x, how)
+        value = super().log2(name, x.value, how)
         return self._function(name, x, value, np.log2, lambda t: 1.0 / (_LN2 * t))
+
+    def log(self, name: str, x: Any) -> Any:
+        if not isinstance(x, Tracked):
+            return super().log(name, x)
+        value = super().log(name, x.value)
+        return self._function(name, x, value, np.log, lambda t: 1.0 / t)
 
     def reciprocal(self, name: str, x: Any, how: str) -> Any:
         if not isinstance(x, Tracked):

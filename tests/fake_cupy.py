@@ -14,9 +14,10 @@ import pytest
 
 from cuflash.problem import GpuProblem, ready
 from emulation.backward import Saved, delta_parts, finite_lse, flash_backward
-from emulation.flash import flash_forward, machine_of
+from emulation.flash import flash_forward
 from emulation.plan import Plan
 from emulation.problem import Problem
+from emulation.tiled import machine_of
 
 
 class FakeArray(np.ndarray[Any, Any]):

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from emulation import Numerics, Plan, flash
-from emulation.flash import tiles
 from emulation.problem import Array, Problem
+from emulation.tiled import tiles
 
 #: (q, k, v, numerics=..., scale=..., causal=..., window=..., softcap=...) -> out, lse, all NumPy.
 Run = Callable[..., tuple[Array, Array]]

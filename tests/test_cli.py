@@ -146,7 +146,7 @@ def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["rapport"]) == 2
     assert (
         capsys.readouterr().err
-        == "cuflash: COMMAND: rapport: must be one of report, claims, doctor\n"
+        == "cuflash: COMMAND: rapport: must be one of report, explain, claims, doctor\n"
     )
 
 

@@ -11,15 +11,16 @@ import pytest
 
 from emulation import Numerics, Plan
 from emulation import flash as emulated
-from emulation.flash import arithmetic_of
 from emulation.machine import Machine
 from emulation.plan import default_plan
 from emulation.problem import Array, Problem
 from emulation.samples import sample
+from emulation.tiled import arithmetic_of
 from tests.first_step import explained
 
 # The package's attribute of this name is the function.
 flash_module: Any = __import__("sys").modules["emulation.flash"]
+tiled: Any = __import__("sys").modules["emulation.tiled"]
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -33,8 +34,9 @@ def wrapped(name: str, change: Callable[..., Any]) -> Patch:
     """Replaces a step by change(its result, its arguments)."""
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        real = getattr(flash_module, name)
-        monkeypatch.setattr(flash_module, name, lambda *args: change(real(*args), args))
+        module = flash_module if hasattr(flash_module, name) else tiled
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args: change(real(*args), args))
 
     return patch
 
@@ -59,25 +61,25 @@ def wrong_alpha(alpha: Any, args: Any) -> Any:
 
 def wrong_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """The row sum of the product."""
-    real = flash_module._accumulate
+    real = tiled._accumulate
 
     def accumulate(m: Any, plan: Any, names: Any, *rest: Any) -> Any:
         found = real(m, plan, names, *rest)
         return up(found) if names[0] == "row sum" else found
 
-    monkeypatch.setattr(flash_module, "_accumulate", accumulate)
+    monkeypatch.setattr(tiled, "_accumulate", accumulate)
 
 
 def wrong_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """P V in steps of four products."""
-    real = flash_module._accumulate
+    real = tiled._accumulate
 
     def accumulate(m: Any, plan: Any, names: Any, *rest: Any) -> Any:
         if names[0] == "PV accumulation":
             m = Machine(**arithmetic_of(replace(plan, step=4)))
         return real(m, plan, names, *rest)
 
-    monkeypatch.setattr(flash_module, "_accumulate", accumulate)
+    monkeypatch.setattr(tiled, "_accumulate", accumulate)
 
 
 def wrong_cast(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,12 +96,12 @@ def wrong_cast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def wrong_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of several rows hide the diagonal's key."""
-    real = flash_module.visible
+    real = tiled.visible
 
     def visible(columns: Array, lo: Array, hi: Array) -> Any:
         return real(columns, lo, hi - 1) if len(lo) > 1 else real(columns, lo, hi)
 
-    monkeypatch.setattr(flash_module, "visible", visible)
+    monkeypatch.setattr(tiled, "visible", visible)
 
 
 STEPS: dict[str, tuple[Patch, dict[str, str]]] = {

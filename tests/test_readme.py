@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from emulation import flash
+from emulation.samples import sample
+
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.S)
-EMULATION, GPU, TORCH = range(3)
+TESTING, EMULATION, GPU, TORCH = range(4)
 
 
 def run(code: str, capsys: pytest.CaptureFixture[str], **names: Any) -> dict[str, Any]:
@@ -27,7 +30,8 @@ def run(code: str, capsys: pytest.CaptureFixture[str], **names: Any) -> dict[str
 
 
 def test_every_snippet_is_one_of_these() -> None:
-    assert len(SNIPPETS) == 3
+    assert len(SNIPPETS) == 4
+    assert "assert_attention_close" in SNIPPETS[TESTING]
     assert "emulation.attribute" in SNIPPETS[EMULATION]
     assert "import cupy" in SNIPPETS[GPU]
     assert "cuflash.torch" in SNIPPETS[TORCH]
@@ -36,6 +40,16 @@ def test_every_snippet_is_one_of_these() -> None:
 def test_from_python(capsys: pytest.CaptureFixture[str]) -> None:
     assert SNIPPETS[EMULATION].count("print(") >= 3
     run(SNIPPETS[EMULATION], capsys)
+
+
+def test_in_a_test_suite(capsys: pytest.CaptureFixture[str]) -> None:
+    q, k, v = sample("normal", n=40, d=16)
+    out, lse = flash(q, k, v, causal=True)
+    names = run(SNIPPETS[TESTING], capsys, q=q, k=k, v=v, out=out, lse=lse)
+    assert names["bounds"].out.shape == out.shape
+    wrong, _ = flash(q, k, v)
+    with pytest.raises(AssertionError, match="mask dropped"):
+        run(SNIPPETS[TESTING], capsys, q=q, k=k, v=v, out=wrong, lse=lse)
 
 
 def test_in_pytorch(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,6 @@
 // Forward attention for any GPU since Ampere: mma.sync, cp.async, ldmatrix. One CTA of four warps
 // takes kBlockM rows of one head and walks the tiles of keys from right to left; two CTAs share a
-// multiprocessor. The arithmetic is that of emulation/flash.py.
+// multiprocessor. The arithmetic is that of emulation/tiled.py.
 #include "tile/band.cuh"
 #include "tile/layout.cuh"
 #include "tile/nonfinite.cuh"

@@ -1,7 +1,7 @@
 // Forward attention of float32 arrays for any GPU since Ampere. One CTA takes kBlockM rows of one
 // head, 16 a warp, and walks the tiles of keys from right to left. A tile arrives as it is by
 // cp.async and is then split into bfloat16 terms (tile/float32.cuh); K and V take turns in one
-// buffer. The arithmetic is that of emulation/flash.py.
+// buffer. The arithmetic is that of emulation/tiled.py.
 #include "tile/float32.cuh"
 #include "tile/softmax.cuh"
 

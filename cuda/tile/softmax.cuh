@@ -1,4 +1,4 @@
-// One row's softmax state and its update by a tile of scores: the steps of emulation/flash.py, in
+// One row's softmax state and its update by a tile of scores: the steps of emulation/tiled.py, in
 // its names. A thread holds, of each of its rows, the columns 8 j + 2 g and 8 j + 2 g + 1 of a tile
 // (g = lane % 4).
 #pragma once

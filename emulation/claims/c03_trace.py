@@ -15,9 +15,9 @@ from emulation import Numerics, Problem, default_plan
 from emulation.claims.claim import Claim, Figures, Plot, Verdict, task
 from emulation.claims.settings import Settings
 from emulation.claims.tasks import Task
-from emulation.flash import arithmetic_of, constants, flash_rows
 from emulation.machine import Machine, Node
 from emulation.problem import Array, numpy_dtype
+from emulation.tiled import arithmetic_of, constants, flash_rows
 
 TILE = 16
 #: Largest score of each tile: the max moves from 1 to 2, then stays.

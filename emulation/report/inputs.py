@@ -58,7 +58,7 @@ def read(path: str) -> Capture:
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError) as error:
-        raise InputError(f"INPUT: {name}: {_reason(error)}") from None
+        raise InputError(f"INPUT: {name}: {reason(error)}") from None
     if stat.S_ISDIR(mode):
         raise InputError(f"INPUT: {name}: is a directory, must be an .npz file")
     if not stat.S_ISREG(mode):
@@ -73,13 +73,14 @@ def read(path: str) -> Capture:
         raise
     except zipfile.BadZipFile as error:
         raise InputError(
-            f"INPUT: {name}: {_reason(error)}; must be an .npz file (numpy.savez)"
+            f"INPUT: {name}: {reason(error)}; must be an .npz file (numpy.savez)"
         ) from None
     except Exception as error:
-        raise InputError(f"INPUT: {name}: cannot be read: {_reason(error)}") from None
+        raise InputError(f"INPUT: {name}: cannot be read: {reason(error)}") from None
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
+    """What an error says, in one line."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return printable(str(error) or type(error).__name__, 160)
@@ -107,7 +108,8 @@ def _capture(archive: zipfile.ZipFile) -> Capture:
     )
 
 
-def _header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+def header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Shape, Fortran order and dtype of an .npy header."""
     version = npy.read_magic(file)
     readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
     if version not in readers:
@@ -120,7 +122,7 @@ def _header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype
     return shape, fortran, dtype
 
 
-def _member(archive: zipfile.ZipFile, name: str) -> Array:
+def member(archive: zipfile.ZipFile, name: str) -> Array:
     """One member without Python objects, its header proven by the sizes in the archive."""
     infos = [info for info in archive.infolist() if info.filename == f"{name}.npy"]
     if len(infos) != 1:
@@ -129,7 +131,7 @@ def _member(archive: zipfile.ZipFile, name: str) -> Array:
     if size > MAX_BYTES:
         raise InputError(f"{name}: {size} bytes uncompressed: must be at most {MAX_BYTES}")
     with archive.open(infos[0]) as file:
-        shape, fortran, dtype = _header(file, name)
+        shape, fortran, dtype = header(file, name)
         if dtype.hasobject:
             raise InputError(f"{name}: holds Python objects: {_FLOATS} (pickles are not loaded)")
         held, claimed = size - file.tell(), math.prod(shape) * dtype.itemsize
@@ -150,8 +152,16 @@ def _brief(value: object) -> str:
 
 
 def _array(archive: zipfile.ZipFile, name: str) -> Array:
-    x = _member(archive, name)
+    return checked_floats(name, member(archive, name))
+
+
+def checked_floats(name: str, x: Array, axes: tuple[int, int] = (2, 4)) -> Array:
+    """x in the machine's byte order, if it holds floats in so many axes and is not empty; two bytes
+    without a type are bfloat16.
+    """
     dtype = x.dtype
+    if dtype == np.dtype(ml_dtypes.bfloat16):
+        return _shaped(name, x, axes)
     if dtype == np.dtype("V2"):
         # NumPy does not know ml_dtypes.bfloat16 by name and stores its two bytes as void.
         x = x.view(ml_dtypes.bfloat16)
@@ -159,7 +169,11 @@ def _array(archive: zipfile.ZipFile, name: str) -> Array:
         x = x.astype(dtype.newbyteorder("="), copy=False)
     else:
         raise InputError(f"{name}: dtype {printable(dtype, 60)}: {_FLOATS}")
-    if not 2 <= x.ndim <= 4:
+    return _shaped(name, x, axes)
+
+
+def _shaped(name: str, x: Array, axes: tuple[int, int]) -> Array:
+    if not axes[0] <= x.ndim <= axes[1]:
         raise InputError(
             f"{name}: shape {_brief(x.shape)}: must be (N, D), (H, N, D) or (B, H, N, D)"
         )
@@ -169,7 +183,7 @@ def _array(archive: zipfile.ZipFile, name: str) -> Array:
 
 
 def _scalar(archive: zipfile.ZipFile, name: str, rule: str) -> Any:
-    x = _member(archive, name)
+    x = member(archive, name)
     if x.size != 1 or x.dtype.kind not in "biufU":
         raise InputError(f"{name}: shape {_brief(x.shape)}, dtype {printable(x.dtype, 60)}: {rule}")
     return x.reshape(-1)[0].item()

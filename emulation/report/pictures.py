@@ -332,6 +332,13 @@ def heat_map(attribution: Attribution, *, whole: bool = False) -> str:
     )
 
 
+def block_map(key: str, title: str, cells: Floats, n: int, d: int, what: str) -> str:
+    """Any value of blocks of rows and columns (of n and d), as wide as the page."""
+    return picture(
+        key, title, lambda wide: _draw_heat(cells, n, d, "", WIDE if wide else NARROW, what)
+    )
+
+
 #: A slate that warms while its opacity grows from the page's own colour: for light and dark alike.
 _HEAT = np.array([(0.42, 0.50, 0.62), (0.85, 0.30, 0.36)])
 
@@ -342,7 +349,9 @@ def _shade(level: Floats) -> Floats:
     return np.concatenate([rgb, level[..., None]], axis=-1)
 
 
-def _draw_heat(cells: Floats, n: int, d: int, noun: str, width: int) -> Figure:
+def _draw_heat(
+    cells: Floats, n: int, d: int, noun: str, width: int, what: str | None = None
+) -> Figure:
     height = 310 if width == NARROW else 330
     figure = canvas(width, height)
     axes = frame(figure, 48, 104, 12, 14)
@@ -366,5 +375,5 @@ def _draw_heat(cells: Floats, n: int, d: int, noun: str, width: int) -> Figure:
     first, _, last = bar.get_xticklabels()
     first.set_horizontalalignment("left")
     last.set_horizontalalignment("right")
-    bar.set_xlabel(f"rms {noun} of a block")
+    bar.set_xlabel(what or f"rms {noun} of a block")
     return figure

@@ -1,0 +1,335 @@
+"""`explain`: the verdict on an attention output, from the inputs and the output alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from emulation.attribution import explainable
+from emulation.backward import check_dout
+from emulation.explain import accused, fit, roundings
+from emulation.explain.case import CLOSE, GRADIENTS, Case
+from emulation.explain.exact import F64, NOTHING, Index
+from emulation.explain.fit import Observed
+from emulation.explain.verdict import KINDS, Judgement, Verdict, blocks
+from emulation.plan import Plan
+from emulation.problem import Array, Problem, dtype_name
+from emulation.rounding import namespace
+
+Progress = Callable[[str, float], None]
+
+#: Odds that one of the elements of a correct output is called unlikely.
+ODDS = 1e-12
+NAMES = ("dq", "dk", "dv")
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+def explain(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    *,
+    lse: Any = None,
+    grads: Any = None,
+    dout: Any = None,
+    scale: float | None = None,
+    causal: Any = False,
+    window: Any = None,
+    softcap: float | None = None,
+    plan: Plan | None = None,
+    arithmetic: bool = True,
+    unknown: bool = False,
+    sources: bool = True,
+    rows: int | None = None,
+    progress: Progress | None = None,
+) -> Verdict:
+    """Rounding, biased rounding, or another computation: what is to be said of an attention output.
+
+    q (..., N_q, D), k, v and masks as in `flash`; out (..., N_q, D_v), lse (..., N_q) natural
+    logarithm, grads: (dq, dk, dv) or a mapping of some of these names, for dout. Formats float16,
+    bfloat16, float32 (outputs may be float64); NumPy or CuPy arrays: of q on a GPU every row's
+    exact value is computed there. plan: whose bounds are claimed; None is any correct kernel that
+    keeps fp32 between its steps. arithmetic: say whose arithmetic it is; unknown: also search for
+    an unknown kernel's (a minute). sources: attribute the rounding. rows: how many
+    queries get derived bounds (None: all, or as many as are soon done). NaN and Inf in outputs are
+    findings; in what a query sees they raise ValueError, like whatever is wrong with arguments.
+
+    An element is outside if it is farther from the exact value than any correct kernel can be. A
+    suspect (see `suspects`) is named when what it leaves is rounding, or when the error holds its
+    difference whole, eight standard errors beyond rounding.
+
+    >>> from emulation import flash
+    >>> from emulation.samples import sample
+    >>> q, k, v = sample("normal", n=48, d=16, dtype="bfloat16")
+    >>> out, lse = flash(q, k, v, causal=True)
+    >>> explain(q, k, v, out, lse=lse, causal=True).kind
+    'rounding'
+    >>> explain(q, k, v, out, lse=lse).named
+    'mask not asked for'
+    """
+    xp = namespace(q) if type(q).__module__.split(".")[0] == "cupy" else np
+    q, k, v, out, lse, dout = (on_host(x) for x in (q, k, v, out, lse, dout))
+    if isinstance(grads, Mapping):
+        grads = {n: on_host(x) for n, x in grads.items()}
+    elif grads is not None:
+        grads = tuple(on_host(x) for x in grads)
+    problem = explainable(q, k, v, scale=scale, causal=causal, window=window, softcap=softcap)
+    case = Case(problem, plan, CLOSE if rows is None else _cells(rows, problem), xp)
+    return verdict(
+        case,
+        out,
+        lse=lse,
+        grads=grads,
+        dout=dout,
+        arithmetic=arithmetic,
+        unknown=unknown,
+        sources=sources,
+        progress=progress,
+    )
+
+
+def on_host(x: Any) -> Any:
+    """A CuPy array as a NumPy one; anything else as it is."""
+    return x.get() if type(x).__module__.split(".")[0] == "cupy" else x
+
+
+def _cells(rows: Any, problem: Problem) -> int:
+    if isinstance(rows, bool) or not isinstance(rows, int | np.integer):
+        raise TypeError(f"rows: got {rows!r}, must be an integer >= 1 or None")
+    if rows < 1:
+        raise ValueError(f"rows: got {rows}, must be an integer >= 1 or None")
+    return int(rows) * problem.heads * problem.n_k
+
+
+def verdict(
+    case: Case,
+    out: Any,
+    *,
+    lse: Any = None,
+    grads: Any = None,
+    dout: Any = None,
+    arithmetic: bool = True,
+    unknown: bool = False,
+    sources: bool = True,
+    progress: Progress | None = None,
+) -> Verdict:
+    """`explain` for a `Case`, which keeps what many outputs of one problem share."""
+    problem = case.problem
+    shape = (*problem.lead, problem.n_q, problem.d_v)
+    flat_out = _checked("out", out, shape).reshape(problem.heads, problem.n_q, problem.d_v)
+    flat_lse = None
+    if lse is not None:
+        flat_lse = _checked("lse", lse, shape[:-1]).reshape(problem.heads, problem.n_q)
+    flat_dout, flat_grads = _gradients(case, grads, dout)
+    report = progress or (lambda step, fraction: None)
+    report("exact values", 0.0)
+    close = case.close_rows(flat_out)
+    report("bounds", 0.4)
+    judgements, seen = _judge_forward(case, flat_out, flat_lse, close)
+    report("suspects", 0.6)
+    best, same, others = accused.of_forward(case, seen, flat_out, close, judgements["out"])
+    place = "out"
+    wrong = judgements["out"].wrong
+    found = best is not None
+    if flat_lse is not None and not found and not wrong:
+        best, same, others = accused.of_lse(case, flat_lse, close, judgements["lse"])
+        place = "lse"
+        wrong = judgements["lse"].wrong
+        found = best is not None
+    if flat_grads and flat_dout is not None and not found:
+        graded, gradient = _judge_gradients(case, flat_grads, flat_dout)
+        judgements |= graded
+        bad = [n for n in graded if graded[n].wrong]
+        if not wrong:
+            best, same, others = accused.of_gradients(case, gradient, flat_dout, bool(bad))
+            place = "the gradients" if best is not None else "out"
+            wrong = bool(bad)
+            found = best is not None
+    drop = None
+    if judgements["out"].wrong and (best is None or not (best.fits or best.explained > 0.9)):
+        off = flat_lse is not None and judgements["lse"].wrong
+        drop = accused.random_errors(case, accused.finite(seen), close, off)
+        best = None if drop is not None else best
+    kind = KINDS[2] if wrong or found else KINDS[0]
+    facts = {
+        "rows": len(case.rows), "close": len(close), "dtype": problem.dtype,
+        "out_dtype": dtype_name(flat_out.dtype), "certified": case.certified(close),
+    }  # fmt: skip
+    result = Verdict(
+        kind, judgements, best if kind == KINDS[2] else None, place, same, others, drop,
+        notes=_notes(case, judgements, flat_out, close), facts=facts,
+    )  # fmt: skip
+    if kind == KINDS[2]:
+        return result
+    if arithmetic:
+        report("whose arithmetic", 0.8)
+        result = dataclasses.replace(
+            result, kernels=roundings.kernels(case, flat_out, flat_lse, unknown)
+        )
+    biased = fit.bias(seen)
+    if sources:
+        result = roundings.with_sources(case, result, biased)
+    if biased is not None:
+        result = dataclasses.replace(
+            result,
+            kind=KINDS[1],
+            bias=biased,
+            notes=(*result.notes, *roundings.bias_notes(case, close)),
+        )
+    report("done", 1.0)
+    return result
+
+
+def _checked(name: str, x: Any, shape: tuple[int, ...]) -> Array:
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+        raise TypeError(f"{name}: got {type(x).__name__}, must be an array")
+    if dtype_name(x.dtype) not in FLOATS:
+        raise TypeError(f"{name}: dtype {x.dtype}, must be one of {', '.join(FLOATS)}")
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name}: shape {tuple(x.shape)}, must be {shape}")
+    return np.asarray(x)
+
+
+def _gradients(case: Case, grads: Any, dout: Any) -> tuple[Array | None, dict[str, Array]]:
+    """dout and the gradients, heads flattened."""
+    problem = case.problem
+    if grads is None:
+        return None, {}
+    if dout is None:
+        raise ValueError("grads: given without dout, must come with it")
+    if case.scores > GRADIENTS:
+        raise ValueError(f"grads: {case.scores} scores, must be at most {GRADIENTS} to be judged")
+    flat, _ = check_dout(problem, dout)
+    pairs = grads if isinstance(grads, Mapping) else dict(zip(NAMES, grads, strict=True))
+    for name in pairs:
+        if name not in NAMES:
+            raise ValueError(f"grads: {name!r}, must be one of {', '.join(NAMES)}")
+    shapes = {
+        "dq": (*problem.lead, problem.n_q, problem.d),
+        "dk": (*problem.kv_lead, problem.n_k, problem.d),
+        "dv": (*problem.kv_lead, problem.n_k, problem.d_v),
+    }
+    return flat, {
+        n: _checked(n, x, shapes[n]).reshape(-1, *shapes[n][-2:]) for n, x in pairs.items()
+    }
+
+
+# -- judging ---------------------------------------------------------------------------
+
+
+def judge(
+    name: str, out: F64, exact: F64, sigma: F64, bound: F64, likely: F64, size: int, rows: Index
+) -> Judgement:
+    """One output on the rows that have bounds: (H, R, D), or (H, R, 1)."""
+    error = out - exact
+    nonfinite = int((~np.isfinite(error)).sum())
+    with np.errstate(all="ignore"):
+        ratio = np.where(error == 0, 0.0, np.abs(error) / bound)
+        ratio = np.where(np.isnan(ratio), np.inf, ratio)
+        outside = ~(np.abs(error) <= bound)
+        unlikely = ~(np.abs(error) <= likely) & ~outside
+    at = np.unravel_index(int(np.argmax(ratio)), ratio.shape)
+    where = (int(at[0]), int(rows[at[1]]), *(int(i) for i in at[2:]))
+    bad = rows[outside.any(axis=(0, 2))]
+    return Judgement(
+        output=name,
+        size=size,
+        checked=int(error.size),
+        outside=int(outside.sum()),
+        unlikely=int(unlikely.sum()),
+        worst=float(ratio[at]),
+        where=where if name != "lse" else where[:2],
+        rms=_rms(error),
+        expected=_rms(sigma),
+        allowed=_rms(bound),
+        chi=fit.chi_square(error, sigma),
+        rows=(int(bad.min()), int(bad.max())) if len(bad) else None,
+        nonfinite=nonfinite,
+        blocks=blocks(np.minimum(ratio, 1e6)),
+    )
+
+
+def _rms(x: F64) -> float:
+    with np.errstate(all="ignore"):
+        return float(np.sqrt(np.mean(x * x))) if x.size else 0.0
+
+
+def _judge_forward(
+    case: Case, out: Array, lse: Array | None, close: Index
+) -> tuple[dict[str, Judgement], Observed]:
+    near, rows = case.near(close), case.rows[close]
+    bound, lse_bound = case.bounds(close)
+    observed = out[:, rows].astype(np.float64)
+    exact, sigma = near.out, near.sigma
+    size = case.problem.heads * case.problem.n_q * case.problem.d_v
+    # Hoeffding: a sum of independent errors |e_j| <= c_j passes t sqrt(sum c_j^2) with odds
+    # 2 exp(-t^2 / 2). P alike in a row round alike: 2 u |O|; the cast, and fp32, count whole.
+    t = math.sqrt(2 * math.log(2 * size / ODDS))
+    linear = np.maximum(near.worst - near.p_part, 0.0)
+    likely = bound
+    if case.problem.dtype != "float32":
+        alike = 2 * accused.unit(case.problem.dtype) * np.abs(exact)
+        likely = t * near.spread + alike + linear
+    found = {
+        "out": judge("out", observed, exact, sigma, bound, likely, size, rows),
+    }
+    seen = Observed(observed, exact, sigma, bound)
+    if lse is not None:
+        theirs = lse[:, rows].astype(np.float64)
+        truth = near.lse
+        hidden = np.isneginf(truth)
+        # A row that sees nothing: -inf is right, so is +inf (FlashAttention); a number is not.
+        truth = np.where(hidden, 0.0, truth)
+        theirs = np.where(hidden & np.isinf(theirs), 0.0, theirs)
+        found["lse"] = judge(
+            "lse", theirs[..., None], truth[..., None], near.lse_sigma[..., None],
+            lse_bound[..., None], np.full((*truth.shape, 1), np.inf), int(lse.size), rows,
+        )  # fmt: skip
+    return found, seen
+
+
+# -- gradients -------------------------------------------------------------------------
+
+
+def _judge_gradients(
+    case: Case, grads: dict[str, Array], dout: Array
+) -> tuple[dict[str, Judgement], dict[str, Observed]]:
+    right = case.gradient("", "", NOTHING, dout)
+    bounds = case.gradient_bounds(dout)
+    judged, seen = {}, {}
+    for name, x in grads.items():
+        value = x.astype(np.float64)
+        rows = np.arange(value.shape[1])
+        exact, sigma = right.value[name], right.sigma[name]
+        never = np.full(value.shape, np.inf)
+        judged[name] = judge(name, value, exact, sigma, bounds[name], never, int(value.size), rows)
+        seen[name] = Observed(value, exact, sigma, bounds[name])
+    return judged, seen
+
+
+def _notes(
+    case: Case, judgements: dict[str, Judgement], out: Array, close: Index
+) -> tuple[str, ...]:
+    problem, said = case.problem, []
+    if len(close) < problem.n_q:
+        said.append(
+            f"{len(close)} of {problem.n_q} rows were held against derived bounds: those where the "
+            f"error is largest, the first, the last and some between; exact values of "
+            f"{len(case.rows)} rows."
+        )
+    lo, hi = problem.band()
+    empty = np.flatnonzero(hi == lo)
+    if len(empty) and np.asarray(out[:, empty] != 0).any():
+        said.append(f"{len(empty)} rows see no key; their output must be 0 and is not.")
+    hidden = [n for n, j in judgements.items() if j.nonfinite]
+    if hidden:
+        bad = np.argwhere(~np.isfinite(out.astype(np.float64)))
+        if len(bad):
+            at = tuple(int(i) for i in bad[0])
+            said.append(f"First not finite: {float(out[at])} at (head, row, column) {at}.")
+    return tuple(said)
