@@ -1,17 +1,28 @@
 """What compute-sanitizer watches: forward and backward of every recorded problem in its format and
-in float32, and of strided, batched, grouped and single-row problems with a gradient of LSE.
+in float32; of strided, batched, grouped and single-row problems with a gradient of LSE; and of
+problems that take the rare paths, with NaN and Inf behind a mask and with gradients so small that
+dQ is added exactly.
 
     compute-sanitizer --tool memcheck python -m bench.sanitized
+
+initcheck before its version 2025.4 does not see what cp.async.bulk writes, which is how the sums of
+dQ in the Hopper backward begin. With --fill-sums they are filled first, so that it has nothing to
+say of them, and what it would say is checked here: two fillings, NaN and 1, give the same bits.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import cupy
 import numpy as np
 
 import cuflash
+from cuflash import sm90_backward
 from emulation.samples import sample
 from tests.golden_cases import CASES
 
@@ -24,18 +35,69 @@ SHAPES: list[tuple[int, int, int, int, dict[str, Any]]] = [
 ]
 
 
-def run(arrays: Any, dout: Any, dlse: Any = None, **options: Any) -> None:
-    """All kernels of one problem."""
+#: Head dimensions of the rare paths: every kernel of the Hopper backward, and odd columns.
+RARE = ((64, 64), (72, 40), (128, 128), (192, 128), (256, 256))
+
+
+class Filled:
+    """CuPy, but that a workspace of one axis (the sums of dQ) holds `value`."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(cupy, name)
+
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        found = cupy.empty(shape, dtype)
+        if isinstance(shape, int):
+            found.fill(self.value)
+        return found
+
+
+@contextlib.contextmanager
+def filled(value: float | None) -> Iterator[None]:
+    """Sums of dQ begin as `value`; None: as they come."""
+    if value is None:
+        yield
+        return
+    with mock.patch.object(sm90_backward, "cupy", return_value=Filled(value)):
+        yield
+
+
+def run(arrays: Any, dout: Any, dlse: Any = None, *, fill: bool = False, **options: Any) -> None:
+    """All kernels of one problem. Raises AssertionError where what was in the sums matters."""
     _, vjp = cuflash.attention_vjp(*arrays, **options)
-    vjp(dout, dlse)
+    first: list[bytes] | None = None
+    for value in (np.nan, 1.0) if fill else (None,):
+        with filled(value):
+            found = [x.get().tobytes() for x in vjp(dout, dlse)]
+        assert first is None or found == first, "a sum of dQ is read before it is written"
+        first = found
+
+
+def rare(dtype: str, d: int, d_v: int, *, small: bool) -> list[Any]:
+    """q, k, v and dout, six heads on two, three steps or more of every tile of keys."""
+    q = sample("normal", n=150, d=d, heads=6, dtype=dtype)[0]
+    k = sample("normal", n=170, d=d, heads=2, dtype=dtype, seed=1)[1]
+    v = sample("normal", n=170, d=d_v, heads=2, dtype=dtype, seed=1)[2]
+    dout = sample("normal", n=150, d=d_v, heads=6, dtype=dtype, seed=2)[2]
+    if small:  # of every third row: subnormal in bfloat16 and in float32, or nearly
+        dout[:, ::3] = (dout[:, ::3].astype(np.float32) * np.float32(2.0**-112)).astype(dout.dtype)
+    else:
+        q[:, 3, 1], k[:, 90, 0], v[:, 60, 2], dout[:, 41, 3] = np.nan, -np.inf, np.nan, np.inf
+    return [cupy.asarray(x) for x in (q, k, v, dout)]
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fill-sums", action="store_true")
+    fill = parser.parse_args().fill_sums
     count = 0
     for case in CASES.values():
         for dtype in (case.dtype, "float32"):
             *arrays, dout = (cupy.asarray(x) for x in case._replace(dtype=dtype).inputs())
-            run(arrays, dout, numerics=case.numerics, **case.options)
+            run(arrays, dout, fill=fill, numerics=case.numerics, **case.options)
             count += 1
     for dtype in ("float16", "bfloat16", "float32"):
         for n_q, n_k, d, d_v, options in SHAPES:
@@ -52,8 +114,14 @@ def main() -> None:
                 given[name] = cupy.asarray(np.ascontiguousarray(x)).swapaxes(1, 2)
             dlse = cupy.ones((2, 6, n_q), np.float32)
             dout = given.pop("dout")
-            run(given.values(), dout, dlse, **options)
+            run(given.values(), dout, dlse, fill=fill, **options)
             count += 1
+        for d, d_v in RARE:
+            for small in (False, True):
+                for options in ({"causal": True}, {"window": (40, 9)}):
+                    *arrays, dout = rare(dtype, d, d_v, small=small)
+                    run(arrays, dout, fill=fill, **options)
+                    count += 1
     cupy.cuda.Device().synchronize()
     print(f"{count} problems, forward and backward")
 

@@ -1,5 +1,5 @@
-"""Launches the Hopper backward: delta (cuda/sm80), the gradients in one pass with dQ as fp32 sums
-that tiles of keys add in the Plan's order, and the conversion of those sums (cuda/sm90).
+"""Launches the Hopper backward: delta (cuda/sm80), then the gradients in one pass with dQ as fp32
+sums that tiles of keys add in the Plan's order, and the conversion of those sums (cuda/sm90).
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from cuflash.planner import runs_hopper_backward
 from cuflash.problem import GpuProblem
 from cuflash.sm80_backward import (
     DELTA_PARAMS,
-    Limits,
     delta_kernel,
     gradient_fields,
-    interleaved_heads,
     pitch_of,
 )
 from cuflash.sm80_forward import BAND, HALVES, STRIDES, THREADS, check_plan, flag
@@ -31,8 +29,8 @@ from emulation.plan import BackwardPlan, Numerics, Plan
 from emulation.problem import Problem
 
 MAPS = ("q", "k", "v", "dout", "dk", "dv")
-STRIDED = ("q", "k", "dout", "dk", "dv")
-COUNTS = ("heads", "group", "d", "d_v", "pitch", "descending", "masked", "interleave")
+STRIDED = ("q", "k", "dout", "dq", "dk", "dv")
+COUNTS = ("heads", "group", "d", "d_v", "pitch", "descending", "masked", "interleave", "pieces")
 #: The parameters of the gradient kernels behind the tensor maps: sm90::BackwardParams.
 FIELDS = np.dtype(
     [(name, np.uint64) for name in (*STRIDED, "lse2", "delta", "sums", "turns", "tickets")]
@@ -50,17 +48,13 @@ PARAMS = np.dtype(
         ("end", np.void, -FIELDS.itemsize % 64),
     ]
 )
-#: sm90::ConvertParams.
-CONVERT_PARAMS = np.dtype(
-    [(name, np.uint64) for name in ("dq", "sums", "turns")]
-    + [("dq_strides", STRIDES)]
-    + [(name, np.int32) for name in ("heads", "blocks", "parts", "block_m", "n_q", "d")]
-    + [("scale", np.float32)],
-    align=True,
-)
 #: Of the gradient kernels: two warpgroups of consumers, and one that loads and stores.
 GRADIENT_THREADS = 384
-CONVERT_THREADS = 128
+#: Parts of the sums that a CTA converts: kConvertParts.
+CONVERT_PARTS = 24
+#: Bytes of Q, dO and the sums of dQ that tiles of keys come back to: of the L2 cache, which has 50
+#: MB, what stays there beside the rest.
+RESIDENT_BYTES = 32 * 2**20
 #: Head dimensions that are compiled as a check.
 INSTANCES = (
     *((64, 64), (96, 96), (128, 128), (64, 128), (128, 64)),
@@ -70,8 +64,9 @@ INSTANCES = (
 
 @dataclass(frozen=True)
 class Shape:
-    """What changes no bit. rows: queries of a step. early (cuda/sm90/backward.cu): dV is issued
-    before dS is made, and S of the next step behind dK and dQ.
+    """What changes no bit. rows: queries of a step, 64 for wide heads. early: dV is issued before
+    dS is made, and S of the next step behind dK and dQ; for wide heads, S of the next step before
+    dQ is added.
     """
 
     rows: int
@@ -88,7 +83,7 @@ def shape_of(d: int, d_v: int, softcap: bool) -> Shape:
     dV and the slope of a softcap.
     """
     if is_wide(d, d_v):
-        return Shape(rows=64)
+        return Shape(rows=64, early=False)
     narrow = max(width_of(d), width_of(d_v)) == 64
     if softcap:
         return Shape(rows=64 if narrow or width_of(d) == 64 else 32)
@@ -110,7 +105,7 @@ def shared_bytes(plan: Plan, d: int, d_v: int, shape: Shape) -> int:
     keys, k, v = plan.backward.tile_n, panels(width_of(d)), panels(width_of(d_v))
     if is_wide(d, d_v):
         return (
-            128 * (keys + 2 * shape.rows) * (k + v) + 8 * shape.rows * keys + 16 * shape.rows + 176
+            128 * (keys + 2 * shape.rows) * (k + v) + 6 * shape.rows * keys + 16 * shape.rows + 184
         )
     tiles = 128 * (keys + 2 * shape.rows) * (k + v) + 4 * shape.rows * keys
     sums = 2 * parts_of(d) * part_rows(d, shape) * 64 * 4
@@ -124,17 +119,21 @@ def backward_instantiation(
     sizes = f"cuflash::{HALVES[plan.format]},{width_of(d)},{width_of(d_v)}"
     flags = f"{flag(softcap)},{flag(plan.numerics.out == 'float32')}"
     if is_wide(d, d_v):
-        name = f"cuflash::sm90::backward_wide<cuflash::sm90::WideShape<{sizes}>,{flags}>"
-        return Instantiation("sm90/backward_wide.cu", name)
+        wide = f"cuflash::sm90::WideShape<{sizes},{flag(shape.early)}>"
+        return Instantiation(
+            "sm90/backward_wide.cu", f"cuflash::sm90::backward_wide<{wide},{flags}>"
+        )
     tiles = f"cuflash::sm90::BackwardShape<{sizes},{shape.rows},{flag(shape.early)}>"
     return Instantiation("sm90/backward.cu", f"cuflash::sm90::backward<{tiles},{flags}>")
 
 
-def convert_instantiation(plan: Plan, rows: int) -> Instantiation:
-    """dQ out of its sums, in parts of so many queries."""
-    out = flag(plan.numerics.out == "float32")
-    name = f"cuflash::sm90::convert<cuflash::{HALVES[plan.format]},{rows},{out}>"
-    return Instantiation("sm90/backward_convert.cu", name)
+def interleaved_heads(p: Problem, tiles: int, processors: int) -> int:
+    """How many key heads to work on at a time: enough for two tiles of keys a multiprocessor, so
+    that tiles of one head, which wait for each other at its first rows, start one after the other;
+    but only as many as stay in the L2 cache.
+    """
+    bytes_of_head = p.group * p.n_q * (2 * (p.d + p.d_v) + 4 * p.d)
+    return max(1, min(2 * processors // tiles, RESIDENT_BYTES // bytes_of_head))
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ class _Prepared:
     boxes of the tensor maps, elements of the sums of dQ, and blocks of rows of all heads.
     """
 
-    launches: tuple[Launch, Launch, Launch]
+    launches: tuple[Launch, Launch]
     tails: tuple[tuple[Any, ...], ...]
     boxes: tuple[int, ...]
     sums: int
@@ -160,32 +159,28 @@ def _prepared(p: Problem, plan: Plan, shape: Shape | None, processors: int) -> _
             "be what planner.runs_hopper_backward says"
         )
     s = shape_of(p.d, p.d_v, softcap) if shape is None else shape
-    parts, part = parts_of(p.d), part_rows(p.d, s)
-    of_head, tiles = -(-p.n_q // s.rows), -(-p.n_k // keys)
+    parts, tiles = parts_of(p.d), -(-p.n_k // keys)
+    pieces, blocks = tiles * (p.heads // p.group), p.heads * -(-p.n_q // s.rows)
     fields = gradient_fields(p, plan) | {
         "masked": is_masked(p),
-        "interleave": interleaved_heads(tiles, Limits(multiprocessors=processors)),
-        "blocks": of_head,
-        "parts": parts,
-        "block_m": s.rows,
+        "interleave": interleaved_heads(p, tiles, processors),
+        "pieces": pieces,
     }
     ones = delta_kernel(plan, p.d_v)
-    blocks = p.heads * of_head
     launches = (
         Launch(ones.instantiation, -(-p.heads * pitch_of(p.n_q) // ones.rows), THREADS),
         Launch(
             backward_instantiation(plan, p.d, p.d_v, softcap, s),
-            tiles * (p.heads // p.group),
+            pieces + -(-blocks // (CONVERT_PARTS // parts)),
             GRADIENT_THREADS,
             shared_bytes(plan, p.d, p.d_v, s),
         ),
-        Launch(convert_instantiation(plan, part), blocks * parts, CONVERT_THREADS),
     )
     return _Prepared(
         launches=launches,
-        tails=tuple(tail_of(x, fields) for x in (DELTA_PARAMS, FIELDS, CONVERT_PARAMS)),
+        tails=tuple(tail_of(x, fields) for x in (DELTA_PARAMS, FIELDS)),
         boxes=(s.rows, keys, keys, s.rows, 64, 64),
-        sums=blocks * parts * part * 64,
+        sums=blocks * parts * part_rows(p.d, s) * 64,
         blocks=blocks,
     )
 
@@ -217,13 +212,12 @@ def backward(
     )
     ones = packed(DELTA_PARAMS, (dout, out, rest), (lse, dlse, lse2, delta), found.tails[0])
     work = (lse2, delta, sums, counts, counts[-1:])
-    fields = packed(FIELDS, (p.q, p.k, dout, dk, dv), work, found.tails[1])
+    fields = packed(FIELDS, (p.q, p.k, dout, dq, dk, dv), work, found.tails[1])
     params = bytearray(PARAMS.itemsize)
     params[: len(maps)] = maps
     params[len(maps) : len(maps) + FIELDS.itemsize] = fields.tobytes()
-    last = packed(CONVERT_PARAMS, (dq,), (sums, counts), found.tails[2])
     touched = (p.q, p.k, p.v, dout, dlse, out, rest, lse, dq, dk, dv, *work)
-    run(found.launches, (ones, np.frombuffer(params, PARAMS), last), p.device, touched)
+    run(found.launches, (ones, np.frombuffer(params, PARAMS)), p.device, touched)
 
 
 def instantiations() -> Iterable[Instantiation]:
@@ -237,4 +231,3 @@ def instantiations() -> Iterable[Instantiation]:
                     plan = Plan(numerics=numerics, format=fmt, backward=tiles)
                     shape = shape_of(d, d_v, softcap)
                     yield backward_instantiation(plan, d, d_v, softcap, shape)
-                    yield convert_instantiation(plan, part_rows(d, shape))

@@ -1,10 +1,10 @@
 // dQ, dK and dV on Hopper in one pass, head dimensions up to 128: TMA, wgmma, warp specialisation.
 // A CTA takes 128 keys of one key head, 64 for each of its two consumer warpgroups, which keep
 // their dK and dV in registers, and walks all rows that see them, of all query heads of the group,
-// in ascending order. One warp loads, two add the shares of dQ. See sm90/sums.cuh for the order of
-// dQ and why every wait for other CTAs ends.
+// in ascending order. One warp loads, two add the shares of dQ. CTAs behind the last tile of keys
+// convert dQ. See sm90/sums.cuh for the order of dQ and why every wait for other CTAs ends.
+#include "sm90/convert.cuh"
 #include "sm90/specials.cuh"
-#include "sm90/sums.cuh"
 
 namespace cuflash::sm90 {
 
@@ -14,13 +14,14 @@ template <class Half_, int kD_, int kDv_, int kBlockM_, bool kEarly_>
 struct BackwardShape {
   using Half = Half_;
   static constexpr int kD = kD_, kDv = kDv_, kBlockM = kBlockM_, kBlockN = 128;
-  static constexpr bool kEarly = kEarly_, kBf16 = Half::kOnes == 0x3f803f80u;
+  static constexpr bool kEarly = kEarly_, kTogether = true, kBf16 = Half::kOnes == 0x3f803f80u;
   using K = Panels<kBlockN, kD>;
   using V = Panels<kBlockN, kDv>;
   using Q = Panels<kBlockM, kD>;
   using DO = Panels<kBlockM, kDv>;
   using DS = Panels<kBlockM, kBlockN>;  // rows are queries
   // A warpgroup's part of dQ: one panel of columns, or half of the queries.
+  static constexpr int kParts = 2;
   static constexpr int kPartM = K::kCount == 2 ? kBlockM : kBlockM / 2;
   static constexpr int kShareBytes = 2 * Part<kPartM>::kBytes;
   // Shared memory, in bytes from its start.
@@ -53,6 +54,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   if (threadIdx.x == 0) {
     constexpr u32 kWarps = kConsumers / 32;
+    const i32 ticket = atomicAdd(params.tickets, 1);
     ptx::mbarrier_init(base + S::kKeysFull, 1);
     for (int i = 0; i < 2; ++i) {
       ptx::mbarrier_init(base + S::kQFull + 8 * i, 1);
@@ -66,10 +68,15 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::st_shared(base + S::kSmallAt + 4 * i, 0);
     }
     ptx::fence_mbarrier_init();
-    ptx::st_shared(base + S::kTicket, atomicAdd(params.tickets, 1));
+    ptx::st_shared(base + S::kTicket, ticket);
   }
   __syncthreads();
-  const Piece<kBlockM, kBlockN> piece(params, ptx::ld_shared(base + S::kTicket));
+  const i32 ticket = ptx::ld_shared(base + S::kTicket);
+  if (ticket >= params.pieces) {
+    Conversion<S, kFloatOut>(params, ticket - params.pieces).run(reinterpret_cast<float*>(shared));
+    return;
+  }
+  const Piece<kBlockM, kBlockN> piece(params, ticket);
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<kLoaderRegs<kMost>>();
@@ -121,15 +128,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     return;
   }
 
-  // -- Consumers: 64 keys each
-  // ---------------------------------------------------------------------
+  // -- Consumers: 64 keys each ---------------------------------------------------------------
   ptx::setmaxnreg_inc<kConsumerRegs<kMost>>();
   const int mine = warpgroup - 1, thread = threadIdx.x % 128;
   const Place place = Place::of(thread);
-  float dk[2][S::kD / 8][2], dv[2][S::kDv / 8][2];
-  clear(dk);
-  clear(dv);
-
   const u32 k_rows = descriptor(base + S::kK + mine * 64 * kPanelPitch, 16),
             v_rows = descriptor(base + S::kV + mine * 64 * kPanelPitch, 16),
             k_columns = descriptor(base + S::kK + (K::kCount == 2 ? mine * K::kPanelBytes : 0), 16);
@@ -142,35 +144,30 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::mbarrier_wait(base + S::kQFull + 8 * (step % 2), step / 2 % 2);
   };
   auto issue_scores = [&](Accumulator<kGroups>& s, i32 step) {
+    ptx::fence_operands(s);
+    ptx::wgmma_fence();
     issue_columns<kBf16, K, Q, S::kD>(s, k_rows,
                                       descriptor(base + S::kQ + step % 2 * Q::kBytes, 16));
+    ptx::wgmma_commit_group();
   };
   // dQ of a step: K^T dS^T, 64 columns of the head by kPartM queries.
   auto issue_share = [&](Accumulator<S::kPartM / 8>& dq, i32 step) {
+    ptx::fence_operands(dq);
+    ptx::wgmma_fence();
     issue_transposed<kBf16, DS, kBlockN>(
         dq, k_columns, descriptor(base + S::kDS + step % 2 * DS::kBytes + ds_queries, 16));
+    ptx::wgmma_commit_group();
   };
-  Specials<S> specials(params, piece, shared, mine, thread);
-  // Its way out. The product has been waited for.
-  auto hand_out = [&](Accumulator<S::kPartM / 8>& dq, i32 step) {
-    if (specials.in_keys)
-      specials.add_keys(dq, shared + S::kDS + step % 2 * DS::kBytes, step,
-                        K::kCount == 2 ? mine * kPanelCols : 0,
-                        K::kCount == 2 ? 0 : mine * S::kPartM);
-    arrive(base + S::kDSEmpty + 8 * (step % 2));
-    ptx::mbarrier_wait(base + S::kShareEmpty + 8 * (step % 2), step / 2 % 2 ^ 1);
-    store_share(base + S::kShare + step % 2 * S::kShareBytes + share_at, dq);
-    if (holds_small(dq)) ptx::st_shared(base + S::kSmallAt + 4 * (step % 2), kSmall);
-    ptx::fence_proxy_async();
-    __syncwarp();
-    arrive(base + S::kShareFull + 8 * (step % 2));
-  };
-
   // Warpgroups take turns: one computes P and dS while the other's products run.
   auto wait_turn = [&] { ptx::bar_sync(kTurn + mine, kConsumers); };
   auto pass_turn = [&] { ptx::bar_arrive(kTurn + (mine ^ 1), kConsumers); };
   if (mine == 1) ptx::bar_arrive(kTurn, kConsumers);
 
+  float dk[2][S::kD / 8][2], dv[2][S::kDv / 8][2];
+  clear(dk);
+  clear(dv);
+  Specials<S> specials(params, piece, shared, mine, thread);
+  i32 step = 0;
   Walk walk = Walk::at(piece, params.group, 0);
   float s_next[2][kGroups][2];
   if (piece.steps > 0) {
@@ -178,19 +175,34 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (params.masked) specials.look_at_keys();
     if (S::kEarly) {
       wait_q(0);
-      ptx::fence_operands(s_next);
-      ptx::wgmma_fence();
       issue_scores(s_next, 0);
-      ptx::wgmma_commit_group();
       ptx::wgmma_wait_group<0>();
       ptx::fence_operands(s_next);
     }
   }
+  // dQ's way out. The product has been waited for.
+  auto hand_out = [&](Accumulator<S::kPartM / 8>& dq, i32 of_step, bool in_keys) {
+    const u32 i = of_step % 2, parity = of_step / 2 % 2;
+    if (in_keys) {
+      specials.add_keys(dq, shared + S::kDS + i * DS::kBytes, of_step,
+                        K::kCount == 2 ? mine * kPanelCols : 0,
+                        K::kCount == 2 ? 0 : mine * S::kPartM);
+      __syncwarp();  // all lanes have read dS
+    }
+    arrive(base + S::kDSEmpty + 8 * i);
+    ptx::mbarrier_wait(base + S::kShareEmpty + 8 * i, parity ^ 1);
+    store_share(base + S::kShare + i * S::kShareBytes + share_at, dq);
+    if (holds_small(dq)) ptx::st_shared(base + S::kSmallAt + 4 * i, kSmall);
+    ptx::fence_proxy_async();
+    __syncwarp();
+    arrive(base + S::kShareFull + 8 * i);
+  };
 
-#pragma unroll 1
-  for (i32 step = 0; step < piece.steps; ++step, walk.next(piece)) {
+  // any: masks and what they hide may matter. Both versions are inlined: the other is short.
+  auto advance = [&](bool any) __attribute__((always_inline)) {
     const u32 stage = step % 2, parity = step / 2 % 2;
     const u32 do_tile = base + S::kDO + stage * DO::kBytes;
+    const bool plain = !any || piece.plain(walk.block);
     float s[2][kGroups][2], dp[2][kGroups][2], slope[2][kSoftcap ? kGroups : 1][2];
     u32 p_half[kGroups / 2][4], ds_half[kGroups / 2][4];
     if constexpr (S::kEarly) {
@@ -198,19 +210,15 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int i = 0; i < 4 * kGroups; ++i) (&s[0][0][0])[i] = (&s_next[0][0][0])[i];
     } else {
       wait_q(step);
-      ptx::fence_operands(s);
-      ptx::wgmma_fence();
       issue_scores(s, step);
-      ptx::wgmma_commit_group();
     }
     ptx::mbarrier_wait(base + S::kDOFull + 8 * stage, parity);
     ptx::fence_operands(dp);
     ptx::wgmma_fence();
     issue_columns<kBf16, V, DO, S::kDv>(dp, v_rows, descriptor(do_tile, 16));
     ptx::wgmma_commit_group();
-    const bool plain = piece.plain(walk.block);
     bool special = false;
-    if (!plain && params.masked) {
+    if (any && !plain && params.masked) {
       special = specials.in_rows(stage);
       if (special) {
         ptx::wgmma_wait_group<0>();  // what was issued needs them
@@ -225,7 +233,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::fence_operands(s);
     }
     const RowsOfKey seen{band, walk.block * kBlockM, piece.first_key + mine * 64};
-    if (specials.in_keys) specials.add_to_scores(s, walk, mine * 64, 0);
+    if (any && specials.in_keys) specials.add_to_scores(s, walk, mine * 64, 0);
     probabilities<kSoftcap>(s, slope, base + S::kLse + (stage * kBlockM + place.column) * 4,
                             params);
     if (!plain) clear_unseen(s, place, seen);
@@ -285,65 +293,62 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::wgmma_commit_group();
     };
     // dQ of the step before: meanwhile the other warpgroup has written its dS, too. In the first
-    // step it is a product of whatever is there, and not used.
-    auto issue_dq = [&] {
-      ptx::fence_operands(dq);
-      ptx::wgmma_fence();
-      issue_share(dq, step + 1);
-      ptx::wgmma_commit_group();
-    };
+    // step of a piece it is a product of whatever is there, and not used.
     if constexpr (S::kEarly) {
       ptx::wgmma_wait_group<0>();  // dV: P's registers are free
       ptx::fence_operands(dv);
       ptx::fence_operands(p_half);
       arrive(base + S::kDOEmpty + 8 * stage);
       issue_dk();
-      issue_dq();
+      issue_share(dq, step + 1);
       float ahead[2][kGroups][2];  // after the last step, a product that is not used
-      ptx::fence_operands(ahead);
-      ptx::wgmma_fence();
       issue_scores(ahead, step + 1);
-      ptx::wgmma_commit_group();
       ptx::wgmma_wait_group<1>();
       ptx::fence_operands(dq);
       ptx::fence_operands(dk);
       ptx::fence_operands(ds_half);
       arrive(base + S::kQEmpty + 8 * stage);
-      if (step > 0) hand_out(dq, step - 1);
+      if (step > 0) hand_out(dq, step - 1, any && specials.in_keys);
       ptx::wgmma_wait_group<0>();
       ptx::fence_operands(ahead);
 #pragma unroll
       for (int i = 0; i < 4 * kGroups; ++i) (&s_next[0][0][0])[i] = (&ahead[0][0][0])[i];
     } else {
-      issue_dq();
+      issue_share(dq, step + 1);
       issue_dk();
       ptx::wgmma_wait_group<1>();
       ptx::fence_operands(dq);
       ptx::fence_operands(dv);
       ptx::fence_operands(p_half);
       arrive(base + S::kDOEmpty + 8 * stage);
-      if (step > 0) hand_out(dq, step - 1);
+      if (step > 0) hand_out(dq, step - 1, any && specials.in_keys);
       ptx::wgmma_wait_group<0>();
       ptx::fence_operands(dk);
       ptx::fence_operands(ds_half);
       arrive(base + S::kQEmpty + 8 * stage);
     }
+    ++step;
+    walk.next(piece);
+  };
+#pragma unroll 1
+  while (step < piece.steps) {
+    if (specials.in_keys || !piece.plain(walk.block)) {
+      advance(true);
+    } else {
+      advance(false);
+    }
   }
   if (piece.steps > 0) {
-    const i32 step = piece.steps - 1;
+    const i32 last = piece.steps - 1;
     float dq[2][S::kPartM / 8][2];
-    ptx::mbarrier_wait(base + S::kDSFull + 8 * (step % 2), step / 2 % 2);
-    ptx::fence_operands(dq);
-    ptx::wgmma_fence();
-    issue_share(dq, step);
-    ptx::wgmma_commit_group();
+    ptx::mbarrier_wait(base + S::kDSFull + 8 * (last % 2), last / 2 % 2);
+    issue_share(dq, last);
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(dq);
-    hand_out(dq, step);
+    hand_out(dq, last, specials.in_keys);
   }
 
-  // -- dK and dV: in halves through the places of K and V
-  // ------------------------------------------
+  // -- dK and dV: in halves through the places of K and V ------------------------------------
   const i32 first_key = piece.first_key + mine * 64;
   if constexpr (kFloatOut) {
     write_rows(static_cast<float*>(params.dk) +

@@ -1,19 +1,22 @@
 // dQ, dK and dV on Hopper in one pass, head dimensions above 128. A CTA takes 64 keys of one key
 // head and walks all rows that see them, of all query heads of the group, in ascending order, 64 a
-// step. Of two consumer warpgroups each makes P and dS of half of the rows and shares them through
-// shared memory; the first accumulates dV, the second dK, and each adds its columns of dQ from
-// registers. See sm90/sums.cuh for the order of dQ and why every wait for other CTAs ends.
+// step. Of two consumer warpgroups the first accumulates dV and the second dK. They take turns in
+// making P and dS of a step: one computes while products of the other's step run. What the maker
+// has in registers it multiplies from there, the other from shared memory. Each adds its columns of
+// dQ from registers. See sm90/sums.cuh for the order of dQ and why every wait for other CTAs ends.
+#include "sm90/convert.cuh"
 #include "sm90/specials.cuh"
-#include "sm90/sums.cuh"
 
 namespace cuflash::sm90 {
 
-template <class Half_, int kD_, int kDv_>
+// kEarly: S of the next step is issued before the last share of dQ is added, and dP behind it; else
+// both behind it. Neither changes a bit.
+template <class Half_, int kD_, int kDv_, bool kEarly_>
 struct WideShape {
   using Half = Half_;
   static constexpr int kD = kD_, kDv = kDv_, kBlockM = 64, kBlockN = 64;
   static constexpr int kColumns = kD > kDv ? kD : kDv;  // of an accumulator; the rest is not used
-  static constexpr bool kBf16 = Half::kOnes == 0x3f803f80u;
+  static constexpr bool kEarly = kEarly_, kBf16 = Half::kOnes == 0x3f803f80u, kTogether = false;
   using K = Panels<kBlockN, kD>;
   using V = Panels<kBlockN, kDv>;
   using Q = Panels<kBlockM, kD>;
@@ -24,14 +27,14 @@ struct WideShape {
   static constexpr int kTake = K::kCount == 1 ? 1 : (K::kCount + 1) / 2;  // parts of a warpgroup
   // Shared memory, in bytes from its start.
   static constexpr u32 kK = 0, kV = kK + K::kBytes, kQ = kV + V::kBytes, kDO = kQ + 2 * Q::kBytes,
-                       kP = kDO + 2 * DO::kBytes, kDS = kP + 2 * DS::kBytes,
+                       kP = kDO + 2 * DO::kBytes, kDS = kP + DS::kBytes,
                        kLse = kDS + 2 * DS::kBytes, kDelta = kLse + 8 * kBlockM,
                        kBarriers = kDelta + 8 * kBlockM;
   static constexpr u32 kKeysFull = kBarriers, kQFull = kKeysFull + 8, kQEmpty = kQFull + 16,
                        kDOFull = kQEmpty + 16, kDOEmpty = kDOFull + 16, kDSFull = kDOEmpty + 16,
                        kDSEmpty = kDSFull + 16, kTurnCome = kDSEmpty + 16, kAdded = kTurnCome + 16,
                        kTold = kAdded + 16, kFoundAt = kTold + 16, kSmallAt = kFoundAt + 8,
-                       kTicket = kSmallAt + 8, kBytes = kTicket + 8;
+                       kSpecialAt = kSmallAt + 8, kTicket = kSpecialAt + 8, kBytes = kTicket + 8;
 };
 
 template <class S, bool kSoftcap, bool kFloatOut>
@@ -44,7 +47,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   using V = typename S::V;
   using DS = typename S::DS;
   constexpr int kBlockM = S::kBlockM, kBlockN = S::kBlockN;
-  constexpr int kGroups = kBlockM / 2 / 8;  // a warpgroup's P: 64 keys x 32 queries
+  constexpr int kGroups = kBlockM / 8;
   constexpr bool kBf16 = S::kBf16, kMost = true;
   extern __shared__ __align__(1024) char shared[];
   const u32 base = ptx::shared_address(shared);
@@ -53,13 +56,14 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   if (threadIdx.x == 0) {
     constexpr u32 kWarps = kConsumers / 32;
+    const i32 ticket = atomicAdd(params.tickets, 1);
     ptx::mbarrier_init(base + S::kKeysFull, 1);
     for (int i = 0; i < 2; ++i) {
       ptx::mbarrier_init(base + S::kQFull + 8 * i, 1);
       ptx::mbarrier_init(base + S::kQEmpty + 8 * i, kWarps);
       ptx::mbarrier_init(base + S::kDOFull + 8 * i, 1);
       ptx::mbarrier_init(base + S::kDOEmpty + 8 * i, kWarps);
-      ptx::mbarrier_init(base + S::kDSFull + 8 * i, kWarps);
+      ptx::mbarrier_init(base + S::kDSFull + 8 * i, kWarps / 2);
       ptx::mbarrier_init(base + S::kDSEmpty + 8 * i, kWarps);
       ptx::mbarrier_init(base + S::kTurnCome + 8 * i, 1);
       ptx::mbarrier_init(base + S::kAdded + 8 * i, kWarps);
@@ -67,13 +71,18 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::st_shared(base + S::kSmallAt + 4 * i, -1);
     }
     ptx::fence_mbarrier_init();
-    ptx::st_shared(base + S::kTicket, atomicAdd(params.tickets, 1));
+    ptx::st_shared(base + S::kTicket, ticket);
   }
   __syncthreads();
-  const Piece<kBlockM, kBlockN> piece(params, ptx::ld_shared(base + S::kTicket));
-  const i32 all_blocks = (band.n_q + kBlockM - 1) / kBlockM;
+  const i32 ticket = ptx::ld_shared(base + S::kTicket);
+  if (ticket >= params.pieces) {
+    Conversion<S, kFloatOut>(params, ticket - params.pieces).run(reinterpret_cast<float*>(shared));
+    return;
+  }
+  const Piece<kBlockM, kBlockN> piece(params, ticket);
   auto block_at = [&](const Walk& walk) {
-    return (piece.batch * params.heads + walk.head) * all_blocks + walk.block;
+    const i32 blocks = (band.n_q + kBlockM - 1) / kBlockM;
+    return (piece.batch * params.heads + walk.head) * blocks + walk.block;
   };
 
   if (warpgroup == 0) {
@@ -141,8 +150,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     return;
   }
 
-  // -- Consumers
-  // ------------------------------------------------------------------------------------
+  // -- Consumers -----------------------------------------------------------------------------
   ptx::setmaxnreg_inc<kConsumerRegs<kMost>>();
   const int mine = warpgroup - 1, thread = threadIdx.x % 128;
   const Place place = Place::of(thread);
@@ -152,150 +160,265 @@ __global__ void __launch_bounds__(kThreads, 1)
   auto arrive = [&](u32 barrier) {
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   };
-  const int first_query = mine * 32;
-  bool special = false;
 
-  // S and dP of a step, issued.
-  auto issue_products = [&](Accumulator<kGroups>& s, Accumulator<kGroups>& dp, i32 step) {
-    const u32 q = base + S::kQ + step % 2 * Q::kBytes + first_query * kPanelPitch,
-              dout = base + S::kDO + step % 2 * DO::kBytes + first_query * kPanelPitch;
+  auto issue_scores = [&](Accumulator<kGroups>& s, u32 stage) {
     ptx::fence_operands(s);
-    ptx::fence_operands(dp);
     ptx::wgmma_fence();
-    issue_columns<kBf16, K, Q, S::kD>(s, descriptor(base + S::kK, 16), descriptor(q, 16));
-    issue_columns<kBf16, V, DO, S::kDv>(dp, descriptor(base + S::kV, 16), descriptor(dout, 16));
+    issue_columns<kBf16, K, Q, S::kD>(s, descriptor(base + S::kK, 16),
+                                      descriptor(base + S::kQ + stage * Q::kBytes, 16));
     ptx::wgmma_commit_group();
   };
-  auto wait_rows = [&](i32 step) {
+  auto issue_dp = [&](Accumulator<kGroups>& dp, u32 stage) {
+    ptx::fence_operands(dp);
+    ptx::wgmma_fence();
+    issue_columns<kBf16, V, DO, S::kDv>(dp, descriptor(base + S::kV, 16),
+                                        descriptor(base + S::kDO + stage * DO::kBytes, 16));
+    ptx::wgmma_commit_group();
+  };
+  auto wait_q = [&](i32 step) {
     ptx::mbarrier_wait(base + S::kQFull + 8 * (step % 2), step / 2 % 2);
+  };
+  auto wait_do = [&](i32 step) {
     ptx::mbarrier_wait(base + S::kDOFull + 8 * (step % 2), step / 2 % 2);
   };
-  // P and dS out of them, to shared memory.
-  auto make = [&](Accumulator<kGroups>& s, Accumulator<kGroups>& dp, i32 step, const Walk& walk) {
-    const u32 stage = step % 2;
-    const bool plain = piece.plain(walk.block);
-    special = false;
-    if (!plain && params.masked) {
-      special = specials.in_rows(stage);
-      if (special) specials.clear_rows(stage);
-    }
-    if (specials.in_keys) specials.add_to_scores(s, walk, 0, first_query);
-    float slope[2][kSoftcap ? kGroups : 1][2];
-    const u32 rows = (stage * kBlockM + first_query + place.column) * 4;
-    const RowsOfKey seen{band, walk.block * kBlockM + first_query, piece.first_key};
-    u32 p_half[kGroups / 2][4], ds_half[kGroups / 2][4];
-    probabilities<kSoftcap>(s, slope, base + S::kLse + rows, params);
-    if (!plain) clear_unseen(s, place, seen);
-    pack<Half>(p_half, s);
-    score_gradients<kSoftcap>(dp, s, slope, base + S::kDelta + rows);
-    if (!plain) clear_unseen(dp, place, seen);
-    pack<Half>(ds_half, dp);
-    ptx::mbarrier_wait(base + S::kDSEmpty + 8 * stage, step / 2 % 2 ^ 1);
-    const u32 at = stage * DS::kBytes + first_query * kPanelPitch;
-    store_transposed<DS>(base + S::kP + at, p_half, 0, thread);
-    store_transposed<DS>(base + S::kDS + at, ds_half, 0, thread);
-    ptx::fence_proxy_async();
-    __syncwarp();
-    arrive(base + S::kDSFull + 8 * stage);
+  auto wait_ds = [&](i32 step) {
+    ptx::mbarrier_wait(base + S::kDSFull + 8 * (step % 2), step / 2 % 2);
   };
-
-  Walk walk = Walk::at(piece, params.group, 0);
-  if (piece.steps > 0) {
-    ptx::mbarrier_wait(base + S::kKeysFull, 0);
-    if (params.masked) specials.look_at_keys();
-    float s[2][kGroups][2], dp[2][kGroups][2];
-    wait_rows(0);
-    issue_products(s, dp, 0);
-    ptx::wgmma_wait_group<0>();
-    ptx::fence_operands(s);
-    ptx::fence_operands(dp);
-    make(s, dp, 0, walk);
-  }
-
-#pragma unroll 1
-  for (i32 step = 0; step < piece.steps; ++step) {
-    const u32 stage = step % 2, parity = step / 2 % 2;
-    const bool more = step + 1 < piece.steps;
-    const Walk now = walk;
-    walk.next(piece);
-    const u32 p_tile = S::kP + stage * DS::kBytes, ds_tile = S::kDS + stage * DS::kBytes;
-    ptx::mbarrier_wait(base + S::kDSFull + 8 * stage, parity);
-    if (special) {
-      if (mine == 0) {
-        specials.add_rows(acc, shared + p_tile,
-                          params.dout + params.dout_strides.at(piece.batch, now.head),
-                          params.dout_strides.row, params.d_v, now.block, 0, 0);
-      } else {
-        specials.add_rows(acc, shared + ds_tile,
-                          params.q + params.q_strides.at(piece.batch, now.head),
-                          params.q_strides.row, params.d, now.block, 0, 0);
-      }
-    }
-    if (more) wait_rows(step + 1);
-    float s[2][kGroups][2], dp[2][kGroups][2], dq[2][S::kPartM / 8][2];
-    issue_products(s, dp, step + 1);  // after the last step not used
+  // dV += P^T dO or dK += dS^T Q: of the other's step, and of one's own.
+  auto rows_of = [&](u32 stage) {
+    return mine == 0 ? descriptor(base + S::kDO + stage * DO::kBytes, DO::kPanelBytes)
+                     : descriptor(base + S::kQ + stage * Q::kBytes, Q::kPanelBytes);
+  };
+  auto issue_others = [&](u32 stage) {
     ptx::fence_operands(acc);
     ptx::wgmma_fence();
-    issue_both_rows<kBf16>(acc, descriptor(base + (mine == 0 ? p_tile : ds_tile), 16),
-                           mine == 0
-                               ? descriptor(base + S::kDO + stage * DO::kBytes, DO::kPanelBytes)
-                               : descriptor(base + S::kQ + stage * Q::kBytes, Q::kPanelBytes));
+    const u32 weights = base + (mine == 0 ? S::kP : S::kDS + stage * DS::kBytes);
+    issue_both_rows<kBf16>(acc, descriptor(weights, 16), rows_of(stage));
     ptx::wgmma_commit_group();
-    // dQ: 64 columns of the head by all queries, or half of them if there are no more columns.
-    auto issue_share = [&](Accumulator<S::kPartM / 8>& share, int i) {
-      const int part = mine * S::kTake + i;
-      const u32 k = base + S::kK + (K::kCount == 1 ? 0 : part * K::kPanelBytes),
-                ds = base + ds_tile + (K::kCount == 1 ? part * S::kPartM * kPanelPitch : 0);
-      ptx::fence_operands(share);
-      ptx::wgmma_fence();
-      issue_transposed<kBf16, DS, kBlockN>(share, descriptor(k, 16), descriptor(ds, 16));
-      ptx::wgmma_commit_group();
-    };
-    float* const sums = params.sums +
-                        static_cast<i64>(block_at(now)) * (S::kParts * S::kPartM * 64) +
-                        (mine * S::kTake * S::kPartM * 64 + thread * 4);
-    auto add = [&](Accumulator<S::kPartM / 8>& share, int i, bool first, bool exactly) {
-      const int part = mine * S::kTake + i;
-      if (part >= S::kParts) return;
-      if (specials.in_keys)
-        specials.add_keys(share, shared + ds_tile, step, K::kCount == 1 ? 0 : part * kPanelCols,
+  };
+  auto issue_own = [&](u32(&weights)[kGroups / 2][4], u32 stage) {
+    ptx::fence_operands(acc);
+    ptx::fence_operands(weights);
+    ptx::wgmma_fence();
+    issue_rows<kBf16>(acc, weights, rows_of(stage));
+    ptx::wgmma_commit_group();
+  };
+  // What the specials of the other's step do to dV or dK, if it has some. They have been taken out
+  // of Q and dO.
+  auto add_others = [&](i32 step) {
+    const u32 stage = step % 2;
+    const Walk walk = Walk::at(piece, params.group, step);
+    if (piece.plain(walk.block) || !params.masked) return;
+    if (ptx::ld_shared(base + S::kSpecialAt + 4 * stage) == 0) return;
+    specials.add_rows_of(acc, shared + (mine == 0 ? S::kP : S::kDS + stage * DS::kBytes), walk,
+                         mine == 0);
+  };
+  // dQ: 64 columns of the head by all queries, or half of them if there are no more columns.
+  auto issue_share = [&](Accumulator<S::kPartM / 8>& share, int i, u32 stage) {
+    const int part = mine * S::kTake + i;
+    const u32 k = base + S::kK + (K::kCount == 1 ? 0 : part * K::kPanelBytes),
+              ds = base + S::kDS + stage * DS::kBytes +
+                   (K::kCount == 1 ? part * S::kPartM * kPanelPitch : 0);
+    ptx::fence_operands(share);
+    ptx::wgmma_fence();
+    issue_transposed<kBf16, DS, kBlockN>(share, descriptor(k, 16), descriptor(ds, 16));
+    ptx::wgmma_commit_group();
+  };
+  // at: the block's place among all.
+  auto add = [&](Accumulator<S::kPartM / 8>& share, int i, i32 step, i32 at, bool in_keys) {
+    const int part = mine * S::kTake + i;
+    const u32 stage = step % 2;
+    if (part < S::kParts) {
+      if (in_keys)
+        specials.add_keys(share, shared + S::kDS + stage * DS::kBytes, step,
+                          K::kCount == 1 ? 0 : part * kPanelCols,
                           K::kCount == 1 ? part * S::kPartM : 0);
       const bool small = holds_small(share);
+      // Behind this wait, the mark that this place held two steps ago has been read.
+      if (i == 0) ptx::mbarrier_wait(base + S::kTurnCome + 8 * stage, step / 2 % 2);
       if (small) ptx::st_shared(base + S::kSmallAt + 4 * stage, step);
-      add_registers(sums + i * (S::kPartM * 64), share, first, exactly || small);
-    };
-    // A softcap leaves no registers for dQ beside S and dP.
-    if constexpr (!kSoftcap) issue_share(dq, 0);
-    ptx::wgmma_wait_group<kSoftcap ? 1 : 2>();
-    ptx::fence_operands(s);
-    ptx::fence_operands(dp);
-    if (more) make(s, dp, step + 1, walk);
-    if constexpr (kSoftcap) issue_share(dq, 0);
-    ptx::wgmma_wait_group<0>();
-    ptx::fence_operands(acc);
-    ptx::fence_operands(dq);
-    arrive(base + S::kQEmpty + 8 * stage);
-    arrive(base + S::kDOEmpty + 8 * stage);
-    ptx::mbarrier_wait(base + S::kTurnCome + 8 * stage, parity);
-    const i32 found = ptx::ld_shared(base + S::kFoundAt + 4 * stage);
-    if constexpr (S::kTake == 2) {
-      float other[2][S::kPartM / 8][2];
-      issue_share(other, 1);
-      add(dq, 0, found == 0, (found & kSmall) != 0);
-      ptx::wgmma_wait_group<0>();
-      ptx::fence_operands(other);
-      arrive(base + S::kDSEmpty + 8 * stage);
-      add(other, 1, found == 0, (found & kSmall) != 0);
-    } else {
-      add(dq, 0, found == 0, (found & kSmall) != 0);
-      arrive(base + S::kDSEmpty + 8 * stage);
+      const i32 found = ptx::ld_shared(base + S::kFoundAt + 4 * stage);
+      float* const sums =
+          params.sums + (static_cast<i64>(at) * S::kParts + part) * (S::kPartM * 64) + thread * 4;
+      add_registers(sums, share, found == 0, (found & kSmall) != 0 || small);
     }
+    if (i < S::kTake - 1) return;
     __syncwarp();
     arrive(base + S::kAdded + 8 * stage);
+  };
+
+  const u32 own_ds = base + S::kDS + mine * DS::kBytes;
+  float s[2][kGroups][2], dp[2][kGroups][2];
+  // Steps of one's own have the stage `mine`.
+  i32 step = mine;
+  Walk walk = Walk::at(piece, params.group, 0);
+  bool plain_before = true;
+  i32 before = 0;  // block of the step before
+  auto next = [&] {
+    plain_before = piece.plain(walk.block);
+    before = block_at(walk);
+    walk.next(piece);
+  };
+  if (piece.steps > 0) {
+    if (mine == 1) next();
+    ptx::mbarrier_wait(base + S::kKeysFull, 0);
+    if (params.masked) specials.look_at_keys();
+    if (step < piece.steps) {
+      wait_q(step);
+      wait_do(step);
+    }
+    issue_scores(s, mine);
+    issue_dp(dp, mine);
+    ptx::wgmma_wait_group<0>();
+    ptx::fence_operands(s);
+    ptx::fence_operands(dp);
   }
 
-  // -- dV or dK: in halves through the place of V or K
-  // ---------------------------------------------
+  // A step of one's own, and what is left of the one before, the other's.
+  auto advance = [&](bool any) __attribute__((always_inline)) {
+    const bool plain = !any || piece.plain(walk.block);
+    const i32 here = block_at(walk);
+    if (step > 0) {
+      wait_ds(step - 1);
+      if (any) add_others(step - 1);
+      issue_others(mine ^ 1);
+    }
+    bool special = false;
+    if (!plain && params.masked) {
+      special = specials.in_rows(mine);
+      if (special) specials.clear_rows(mine);
+      if (thread == 0) ptx::st_shared(base + S::kSpecialAt + 4 * mine, special);
+    }
+    if (any && specials.in_keys) specials.add_to_scores(s, walk, 0, 0);
+    u32 p_half[kGroups / 2][4], ds_half[kGroups / 2][4];
+    const RowsOfKey seen{band, walk.block * kBlockM, piece.first_key};
+#pragma unroll
+    for (int kk = 0; kk < kGroups / 2; ++kk) {
+      const u32 rows = (mine * kBlockM + 16 * kk + place.column) * 4;
+      const Place at{place.key, place.column + 16 * kk};
+      float p[2][2][2], ds[2][2][2], slope[2][kSoftcap ? 2 : 1][2];
+      u32 half[1][4];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        p[i / 4][i / 2 % 2][i % 2] = s[i / 4][2 * kk + i / 2 % 2][i % 2];
+        ds[i / 4][i / 2 % 2][i % 2] = dp[i / 4][2 * kk + i / 2 % 2][i % 2];
+      }
+      probabilities<kSoftcap>(p, slope, base + S::kLse + rows, params);
+      if (!plain) clear_unseen(p, at, seen);
+      pack<Half>(half, p);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) p_half[kk][i] = half[0][i];
+      score_gradients<kSoftcap>(ds, p, slope, base + S::kDelta + rows);
+      if (!plain) clear_unseen(ds, at, seen);
+      pack<Half>(half, ds);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) ds_half[kk][i] = half[0][i];
+    }
+    ptx::mbarrier_wait(base + S::kDSEmpty + 8 * mine, step / 2 % 2 ^ 1);
+    if (special && mine == 0) {  // P takes the place of dS for a while
+      ptx::wgmma_wait_group<0>();
+      ptx::fence_operands(acc);
+      store_transposed<DS>(own_ds, p_half, 0, thread);
+      ptx::bar_sync(kWarpgroup + mine, 128);
+      specials.add_rows_of(acc, shared + (own_ds - base), walk, true);
+      ptx::bar_sync(kWarpgroup + mine, 128);
+    }
+    store_transposed<DS>(own_ds, ds_half, 0, thread);
+    if (mine == 1) store_transposed<DS>(base + S::kP, p_half, 0, thread);
+    ptx::fence_proxy_async();
+    __syncwarp();
+    arrive(base + S::kDSFull + 8 * mine);
+    ptx::wgmma_wait_group<0>();
+    ptx::fence_operands(acc);
+    if (step > 0) {
+      arrive(base + S::kQEmpty + 8 * (mine ^ 1));
+      arrive(base + S::kDOEmpty + 8 * (mine ^ 1));
+    }
+    wait_ds(step);
+    if (special && mine == 1) specials.add_rows_of(acc, shared + (own_ds - base), walk, false);
+#pragma unroll
+    for (int i = 0; i < 2 * kGroups; ++i)
+      p_half[i / 4][i % 4] = mine == 0 ? p_half[i / 4][i % 4] : ds_half[i / 4][i % 4];
+    issue_own(p_half, mine);
+    const bool in_keys = any && specials.in_keys;
+    float one[2][S::kPartM / 8][2], two[2][S::kPartM / 8][2];
+    // A product of whatever is there before the first step, and not used.
+    issue_share(one, 0, mine ^ 1);
+    ptx::wgmma_wait_group<0>();
+    ptx::fence_operands(acc);
+    ptx::fence_operands(p_half);
+    ptx::fence_operands(one);
+    arrive(base + S::kQEmpty + 8 * mine);
+    arrive(base + S::kDOEmpty + 8 * mine);
+    if constexpr (S::kTake == 2) {
+      issue_share(two, 1, mine ^ 1);
+      if (step > 0) add(one, 0, step - 1, before, in_keys);
+      ptx::wgmma_wait_group<0>();
+      ptx::fence_operands(two);
+    }
+    float three[2][S::kPartM / 8][2];
+    issue_share(three, 0, mine);
+    if (step > 0) {
+      add(S::kTake == 2 ? two : one, S::kTake - 1, step - 1, before, in_keys);
+      arrive(base + S::kDSEmpty + 8 * (mine ^ 1));
+    }
+    ptx::wgmma_wait_group<0>();
+    ptx::fence_operands(three);
+    float four[2][S::kPartM / 8][2];
+    if constexpr (S::kTake == 2) {
+      issue_share(four, 1, mine);
+      add(three, 0, step, here, in_keys);
+      ptx::wgmma_wait_group<0>();
+      ptx::fence_operands(four);
+    }
+    const bool more = step + 2 < piece.steps;
+    float s_next[2][kGroups][2], dp_next[2][kGroups][2];  // after the last step not used
+    auto next_scores = [&] {
+      if (more) wait_q(step + 2);
+      issue_scores(s_next, mine);
+    };
+    if constexpr (S::kEarly) next_scores();
+    add(S::kTake == 2 ? four : three, S::kTake - 1, step, here, in_keys);
+    arrive(base + S::kDSEmpty + 8 * mine);
+    if constexpr (!S::kEarly) next_scores();
+    if (more) wait_do(step + 2);
+    issue_dp(dp_next, mine);
+    ptx::wgmma_wait_group<0>();
+    ptx::fence_operands(s_next);
+    ptx::fence_operands(dp_next);
+#pragma unroll
+    for (int i = 0; i < 4 * kGroups; ++i) {
+      (&s[0][0][0])[i] = (&s_next[0][0][0])[i];
+      (&dp[0][0][0])[i] = (&dp_next[0][0][0])[i];
+    }
+  };
+#pragma unroll 1
+  for (; step < piece.steps; step += 2) {
+    if (specials.in_keys || !piece.plain(walk.block) || !plain_before) {
+      advance(true);
+    } else {
+      advance(false);
+    }
+    walk.next(piece);
+    next();
+  }
+  if (step > 0 && step == piece.steps) {  // the last step was the other's
+    wait_ds(step - 1);
+    add_others(step - 1);
+    issue_others(mine ^ 1);
+    float share[2][S::kPartM / 8][2];
+    ptx::wgmma_wait_group<0>();
+    ptx::fence_operands(acc);
+#pragma unroll
+    for (int i = 0; i < S::kTake; ++i) {
+      issue_share(share, i, mine ^ 1);
+      ptx::wgmma_wait_group<0>();
+      ptx::fence_operands(share);
+      add(share, i, step - 1, before, specials.in_keys);
+    }
+  }
+
+  // -- dV or dK: in halves through the place of V or K ---------------------------------------
   if constexpr (kFloatOut) {
     const i32 rows = band.n_k - piece.first_key;
     if (mine == 0) {

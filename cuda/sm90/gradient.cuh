@@ -1,5 +1,5 @@
-// What the Hopper backward's kernels share: parameters, the piece of work of a CTA, products as
-// chains of wgmma, and P and dS of one warpgroup. The arithmetic is that of emulation/backward.py.
+// What the Hopper backward's kernels share: parameters, a piece of work, products as chains of
+// wgmma, and P and dS of one warpgroup. The arithmetic is that of emulation/backward.py.
 #pragma once
 
 #include "ptx/barrier.cuh"
@@ -28,12 +28,12 @@ constexpr u32 kTurn = 1, kWarpgroup = 3, kBoth = 5;  // the first two + warpgrou
 struct BackwardParams {
   ptx::TensorMap q_map, k_map, v_map, dout_map, dk_map, dv_map;  // the last two: half outputs only
   const u16 *q, *k, *dout;
-  void *dk, *dv;
+  void *dq, *dk, *dv;
   const float *lse2, *delta;  // (batch, heads, pitch): LSE log2(e), and rowsum(dO O) - dLSE
   float* sums;                // dQ so far, see sm90/sums.cuh
   i32* turns;    // (batch * heads, blocks): key tiles that have been added; zeros at first
   i32* tickets;  // CTAs that have started; 0 at first
-  Strides q_strides, k_strides, dout_strides, dk_strides, dv_strides;
+  Strides q_strides, k_strides, dout_strides, dq_strides, dk_strides, dv_strides;
   Band band;
   i32 heads, group;  // query heads, query heads per key head
   i32 d, d_v;
@@ -41,6 +41,7 @@ struct BackwardParams {
   i32 descending;  // order in which the key tiles are added to dQ
   i32 masked;      // whether a mask hides keys that exist
   i32 interleave;  // heads whose tickets alternate
+  i32 pieces;      // tiles of keys of all heads; tickets behind them convert dQ
   float c;         // a score times c is in log2 units
   float cap;       // softcap: a score times cap is the argument of tanh
   float scale;     // of dQ and dK
@@ -56,7 +57,7 @@ __device__ __forceinline__ void clear(Accumulator<kGroups>& x) {
   for (int i = 0; i < 4 * kGroups; ++i) (&x[0][0][0])[i] = 0.0f;
 }
 
-// The tile of keys of a CTA and the blocks of rows that see it, of all query heads of the group.
+// A tile of keys and the blocks of rows that see it, of all query heads of the group.
 template <int kBlockM, int kBlockN>
 struct Piece {
   i32 tile, batch, kv_head, first_key;
@@ -68,7 +69,7 @@ struct Piece {
   __device__ __forceinline__ Piece(const BackwardParams& params, i32 ticket) {
     const Band& band = params.band;
     const i32 tiles = (band.n_k + kBlockN - 1) / kBlockN, kv_heads = params.heads / params.group;
-    const i32 all_heads = gridDim.x / tiles;
+    const i32 all_heads = params.pieces / tiles;
     const i32 first_head = ticket / (params.interleave * tiles) * params.interleave;
     const i32 together = min(params.interleave, all_heads - first_head);
     const i32 place = ticket - first_head * tiles;
@@ -118,6 +119,14 @@ __device__ __forceinline__ i32 turn_of(const BackwardParams& params, i32 tile, i
   if (params.descending)
     return (static_cast<u32>(band.high(last_row)) + kBlockN - 1) / kBlockN - 1 - tile;
   return tile - static_cast<u32>(band.low(first_row)) / kBlockN;
+}
+
+// How many tiles of keys add to it in all.
+template <int kBlockM, int kBlockN>
+__device__ __forceinline__ i32 turns_of(const Band& band, i32 block) {
+  const i32 first_row = block * kBlockM, last_row = min(first_row + kBlockM, band.n_q) - 1;
+  const i32 low = band.low(first_row), high = band.high(last_row);
+  return high > low ? (high + kBlockN - 1) / kBlockN - low / kBlockN : 0;
 }
 
 // -- Products -------------------------------------------------------------------------------------

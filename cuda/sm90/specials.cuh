@@ -1,8 +1,8 @@
 // NaN and Inf behind a mask in the Hopper backward: 0 * NaN would carry them into rows and keys
 // that do not see them. Of K they are taken out of shared memory once, of Q and dO in each step
 // whose block a mask cuts, after S and dP have had them; whoever does see them gets them out of
-// global memory. All of this is rare, and as short as it can be. Both warpgroups look at the whole
-// tiles and so decide the same.
+// global memory. All of this is rare, and as short as it can be. Warpgroups look at whole tiles,
+// and so decide the same where both look.
 #pragma once
 
 #include "sm90/gradient.cuh"
@@ -59,7 +59,8 @@ struct Specials {
     ptx::bar_sync(kBoth, kConsumers);
   }
 
-  // Whether Q or dO of a stage has some, and its end, when S and dP of both warpgroups are there.
+  // Whether Q or dO of a stage has some, and its end, when S and dP are there: of both warpgroups
+  // if they make them together.
   __device__ __forceinline__ bool in_rows(u32 stage) const {
     const char *q = shared + S::kQ + stage * S::Q::kBytes,
                *dout = shared + S::kDO + stage * S::DO::kBytes;
@@ -67,12 +68,14 @@ struct Specials {
                  finds_nonfinite<Half, S::DO::kBytes, 128>(dout, thread));
   }
   __device__ __forceinline__ void clear_rows(u32 stage) const {
-    ptx::bar_sync(kBoth, kConsumers);
-    const int i = mine * 128 + thread;
-    clear_nonfinite<Half, S::Q::kBytes, kConsumers>(shared + S::kQ + stage * S::Q::kBytes, i);
-    clear_nonfinite<Half, S::DO::kBytes, kConsumers>(shared + S::kDO + stage * S::DO::kBytes, i);
+    constexpr int kAll = S::kTogether ? kConsumers : 128;
+    const u32 barrier = S::kTogether ? kBoth : kWarpgroup + mine;
+    const int i = S::kTogether ? mine * 128 + thread : thread;
+    ptx::bar_sync(barrier, kAll);
+    clear_nonfinite<Half, S::Q::kBytes, kAll>(shared + S::kQ + stage * S::Q::kBytes, i);
+    clear_nonfinite<Half, S::DO::kBytes, kAll>(shared + S::kDO + stage * S::DO::kBytes, i);
     ptx::fence_proxy_async();
-    ptx::bar_sync(kBoth, kConsumers);
+    ptx::bar_sync(barrier, kAll);
   }
 
   // What the keys' specials do to S: columns are queries from `first_query` of the block.
@@ -112,6 +115,15 @@ struct Specials {
                       RowsOfKey{params.band, first_row, piece.first_key}(key + 8 * h),
                       min(S::kBlockM, params.band.n_q - first_row), key + 8 * h, true);
     });
+  }
+
+  // The same of dO to dV or of Q to dK, by the whole tile of keys.
+  template <int kGroups>
+  __device__ __forceinline__ void add_rows_of(Accumulator<kGroups>& acc, const char* weights,
+                                              const Walk& walk, bool of_dout) const {
+    const Strides& strides = of_dout ? params.dout_strides : params.q_strides;
+    add_rows(acc, weights, (of_dout ? params.dout : params.q) + strides.at(piece.batch, walk.head),
+             strides.row, of_dout ? params.d_v : params.d, walk.block, 0, 0);
   }
 
   // What the keys' specials do to a share of dQ: rows are columns of the head from `first_column`,

@@ -10,6 +10,7 @@
 // for one step waits for a later one of its own: a share's place in shared memory is given back as
 // soon as it was read, and additions are made by two warps that do nothing else. So the running CTA
 // with the lowest ticket waits for nobody, ends, and then the next, whatever else is resident.
+// Tickets behind those of the tiles convert the sums (sm90/convert.cuh).
 //
 // Small numbers. Additions in global memory flush subnormals, the Plan's do not. They agree while
 // all shares of a block are 0 or at least 2^-101: those are multiples of 2^-124, and so are their
@@ -36,10 +37,13 @@ struct Part {
 template <int kGroups>
 __device__ __forceinline__ bool holds_small(const Accumulator<kGroups>& x) {
   constexpr float kLimit = 3.94430452610505902705864e-31f;  // 2^-101
-  float least = fabsf(x[0][0][0]);
+  float least[4];                                           // four chains, for the sake of latency
 #pragma unroll
-  for (int i = 1; i < 4 * kGroups; ++i) least = fminf(least, fabsf((&x[0][0][0])[i]));
-  if (!__any_sync(kWholeWarp, least < kLimit)) return false;
+  for (int i = 0; i < 4; ++i) least[i] = fabsf((&x[0][0][0])[i]);
+#pragma unroll
+  for (int i = 4; i < 4 * kGroups; ++i) least[i % 4] = fminf(least[i % 4], fabsf((&x[0][0][0])[i]));
+  const float all = fminf(fminf(least[0], least[1]), fminf(least[2], least[3]));
+  if (!__any_sync(kWholeWarp, all < kLimit)) return false;
   bool small = false;
 #pragma unroll
   for (int i = 0; i < 4 * kGroups; ++i) {

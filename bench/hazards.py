@@ -1,0 +1,107 @@
+"""Judges a log of racecheck: every hazard is a finding but for one kind, in which the tool errs.
+
+    compute-sanitizer --tool racecheck --print-limit 10000 python -m bench.sanitized > racecheck.log
+    python -m bench.hazards racecheck.log
+
+The Hopper backward loads LSE and delta by cp.async.bulk into places that all threads of its
+consumers have read before. Each lane's reads come before its fence.proxy.async, that before
+__syncwarp, that before the arrival of lane 0 at kQEmpty or kDOEmpty, and that before the loader's
+wait and its copy. racecheck follows the barriers the other way, from the copy to the reads, but
+not this one: it reports each place that is filled again, 32 bytes of each read, and nothing in
+pieces of one or two steps. What makes the other loads, cp.async.bulk.tensor, it does not see at
+all. So a pair of UBLKCP.S.G (to shared memory) and LDS.64 in these kernels is no finding; they
+are told by the instructions at the addresses that the log names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+
+from cuflash.compiler import compile_kernel
+
+WRITE, READ = "UBLKCP.S.G", "LDS.64"
+SOURCES = {"backward": "sm90/backward.cu", "backward_wide": "sm90/backward_wide.cu"}
+ACCESS = re.compile(r"(Write|Read|Atomic) access at (?:void )?(.+)\+0x([0-9a-f]+)")
+TOTAL = re.compile(r"RACECHECK SUMMARY: .*\((\d+) errors?, (\d+) warnings?\)")
+
+
+def name_expression(demangled: str) -> str:
+    """A kernel as C++ names the instantiation, without its parameters.
+
+    >>> name_expression("cuflash::f<cuflash::S<cuflash::Fp16, (int)64, (bool)0>, (bool)1>(Params)")
+    'cuflash::f<cuflash::S<cuflash::Fp16,64,false>,true>'
+    """
+    name = re.sub(r"\([^()]*\)$", "", demangled.strip())
+    name = name.replace("(bool)0", "false").replace("(bool)1", "true").replace("(int)", "")
+    return name.replace(", ", ",")
+
+
+def disassembler() -> str:
+    """nvdisasm, of a toolkit or of the packages that bring NVRTC."""
+    spec = find_spec("nvidia")
+    places = (spec.submodule_search_locations or []) if spec else []
+    found = [str(path) for place in places for path in Path(place).glob("cu*/bin/nvdisasm")]
+    return shutil.which("nvdisasm") or next(iter(found))
+
+
+@functools.cache
+def instructions(kernel: str) -> dict[int, str]:
+    """By address, the opcodes of a kernel of SOURCES (its name in the log); empty for others."""
+    name = name_expression(kernel)
+    match = re.match(r"cuflash::sm90::(\w+)<", name)
+    if match is None or match[1] not in SOURCES:
+        return {}
+    compiled = compile_kernel(SOURCES[match[1]], name, "sm_90a")
+    text = subprocess.run(
+        [disassembler(), "-c", str(compiled.path)], capture_output=True, text=True, check=True
+    ).stdout
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", text)
+    return {int(address, 16): opcode for address, opcode in lines}
+
+
+def judge(lines: Iterable[str]) -> tuple[Counter[str], list[str]]:
+    """Pairs that are no findings by kernel, and the findings."""
+    allowed: Counter[str] = Counter()
+    findings, groups, total, write = [], 0, -1, ("", "")
+    for line in lines:
+        if "Race reported between" in line:
+            groups += 1
+        if summary := TOTAL.search(line):
+            total = int(summary[1]) + int(summary[2])
+        for kind, kernel, address in ACCESS.findall(line):
+            opcode = instructions(kernel).get(int(address, 16), "?")
+            if "Race reported between" in line:
+                write = (opcode if kind == "Write" else kind, line)
+            elif kind == "Read" and (write[0], opcode) == (WRITE, READ):
+                allowed[name_expression(kernel)] += 1
+            else:
+                findings.append(f"{write[1].strip()} [{write[0]}]\n{line.strip()} [{opcode}]")
+    if groups != total:
+        findings.append(f"{groups} hazards in the log, {total} in its summary")
+    return allowed, findings
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("log", type=Path)
+    allowed, findings = judge(parser.parse_args().log.read_text().splitlines())
+    print(
+        f"racecheck: {len(findings)} findings; beside them {sum(allowed.values())} reads of",
+        end=" ",
+    )
+    print(f"LSE and delta in {len(allowed)} kernels, before bulk copies that wait for them")
+    print(*findings[:5], sep="\n")
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
