@@ -29,9 +29,9 @@ class Mistakes:
     H on H_kv. pad: zero keys counted. weight: factor of P per key. rescale: which of O and l are
     rescaled. divide: how often. p: format of P, p_after: of the divided P. inputs: formats of q, k,
     v. drop: dropout rate. lse: (lse, max, log l) to the result. Backward: delta factor, power of
-    the scale, masked, every (head of a group counted), slope, dv_from_ds, moved: (dq, dk, dv, scale
-    heads of a group) to the results, sums: queries after which dk and dv round to the format (0:
-    never). gain: factor of the output.
+    the scale, masked, every (head of a group counted), slope, dv_from_ds, moved: (dq, dk, dv,
+    scale, heads of a group) to the results, sums: queries after which dk and dv round to the format
+    (0: never). gain: factor of the output.
     tile: keys a tile.
     """
 

@@ -66,16 +66,16 @@ def of_forward(case: Case, seen: Observed, close: Index, models: list[F64]) -> l
     models = [m[:, keep] for m in models]
     return [
         m
-        for name, theirs in _free(case, close[keep])
-        if (m := _fitted(part, name, theirs, models)) is not None
+        for name, right, theirs in _free(case, close[keep])
+        if (m := _fitted(part, name, right, theirs, models)) is not None
     ]
 
 
 Free = Callable[[float], tuple[F64, F64]]
 
 
-def _free(case: Case, positions: Index) -> Iterator[tuple[str, Free]]:
-    """(name, result and its expected error at a logarithm of the factor)."""
+def _free(case: Case, positions: Index) -> Iterator[tuple[str, float | None, Free]]:
+    """(name, the right number or None, result and expected error at a logarithm of its factor)."""
     near, rows = case.near(positions), case.rows[positions]
 
     def gain(t: float) -> tuple[F64, F64]:
@@ -89,14 +89,20 @@ def _free(case: Case, positions: Index) -> Iterator[tuple[str, Free]]:
 
         return theirs
 
-    yield "output times a constant", gain
-    yield "scale wrong by a factor", with_(lambda p, x: dataclasses.replace(p, scale=p.scale * x))
+    yield "output times a constant", None, gain
+    yield (
+        "scale wrong by a factor",
+        None,
+        with_(lambda p, x: dataclasses.replace(p, scale=p.scale * x)),
+    )
     if case.problem.softcap is not None:
         cap = case.problem.softcap
-        yield "another softcap", with_(lambda p, x: dataclasses.replace(p, softcap=cap * x))
+        yield "another softcap", cap, with_(lambda p, x: dataclasses.replace(p, softcap=cap * x))
 
 
-def _fitted(seen: Observed, name: str, theirs: Free, models: list[F64]) -> Match | None:
+def _fitted(
+    seen: Observed, name: str, right: float | None, theirs: Free, models: list[F64]
+) -> Match | None:
     t = 0.0
     value, sigma = theirs(0.0)
     for turn in range(6):
@@ -116,7 +122,9 @@ def _fitted(seen: Observed, name: str, theirs: Free, models: list[F64]) -> Match
         value, sigma = theirs(t)
         if abs(step) < 1e-5 + 1e-4 * abs(t):
             break
-    m = fit.match(seen, name, f"x {math.exp(t):.4f}", value, sigma)
+    factor = math.exp(t)
+    word = f"x {factor:.4f}" if right is None else f"{factor * right:.4g} for {right:.4g}"
+    m = fit.match(seen, name, word, value, sigma)
     return None if m is None else dataclasses.replace(m, score=m.score - COST)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from emulation.attribution import explainable
 from emulation.backward import check_dout
-from emulation.explain import accused, fit, fitted, roundings
+from emulation.explain import accused, fit, fitted, keys, roundings
 from emulation.explain import local as local_
 from emulation.explain.case import CLOSE, GRADIENTS, Case
 from emulation.explain.exact import F64, NOTHING, Index
@@ -219,7 +219,13 @@ def _not_a_step(
         return text, None
     if best is not None and best.explained > 0.9:
         return None, None
-    return None, accused.random_errors(case, accused.finite(seen), close, lse_wrong)
+    whole = accused.finite(seen)
+    count = keys.counted(case, whole, close)
+    if count.text is not None:
+        return count.text, None
+    drop = accused.random_errors(case, whole, close, lse_wrong)
+    # Weights thrown away at random are not the same keys in every row.
+    return None, drop if count.explained < 0.5 else None
 
 
 def _local_gradients(seen: dict[str, Observed], bad: list[str]) -> str | None:

@@ -32,8 +32,12 @@ def fault(seen: Observed, rows: Index, hidden: Mask, name: str = "out") -> str |
             return f"All of {name} is zero (never written)."
         said.append(f"{place(unwritten, rows, unwritten.shape)} zero (never written)")
         covered |= unwritten
+    if np.isnan(seen.out).all():
+        return f"All of {name} is NaN."
     for word, part in _parts(seen, bad & ~covered, hidden):
-        cover = _cover(part)
+        # NaN, and what no key is seen for, are a finding of their own however many they are.
+        apart = not np.isfinite(seen.out[part]).any() or not part[:, ~hidden].any()
+        cover = part if apart else _cover(part)
         if cover is None:
             return None
         said.append(f"{place(part, rows, bad.shape)} {word}")
@@ -65,7 +69,7 @@ def _parts(seen: Observed, bad: Mask, hidden: Mask) -> Iterator[tuple[str, Mask]
         if other is not None:
             one = np.zeros_like(bad)
             one[h] = bad[h]
-            yield f"what belongs to head {other}", one
+            yield f"not its own but what head {other} must be", one
             bad = bad & ~one
     if bad.any():
         yield "wrong", bad
@@ -135,8 +139,8 @@ def place(bad: Mask, rows: Index, shape: tuple[int, ...]) -> str:
     of = "every head" if len(heads) == shape[0] > 1 else _listed("head", heads)
     of_heads: Mask = bad[heads]
     by_row, by_column = np.any(of_heads, axis=2), np.any(of_heads, axis=1)
-    if by_row.mean() > 0.5 and by_column.mean() > 0.5:
-        return f"{of} {'is' if len(heads) == 1 or len(heads) == shape[0] else 'are'}"
+    if by_row.mean() > 0.9 and by_column.mean() > 0.9:
+        return f"{of} {'is' if of.startswith(('head ', 'every')) else 'are'}"
     across = by_row.sum() * shape[2] <= by_column.sum() * shape[1]
     lines, names = (by_row, rows) if across else (by_column, np.arange(shape[2]))
     word = "row" if across else "column"
