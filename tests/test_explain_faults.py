@@ -169,7 +169,7 @@ def test_bias_beyond_every_modelled_source() -> None:
 
 
 @pytest.mark.parametrize("kind", ["normal", "big mean"])
-@pytest.mark.parametrize("shape", [(1, 5, 8, 2), (2, 5, 8, 2), (1, 64, 64, 1), (1, 1024, 64, 8)])
+@pytest.mark.parametrize("shape", [(1, 5, 8, 2), (2, 5, 8, 2), (1, 64, 64, 1), (1, 300, 64, 4)])
 def test_few_rows_are_no_evidence_of_a_bias(shape: tuple[int, int, int, int], kind: str) -> None:
     n, m, d, heads = shape
     for seed in range(6):

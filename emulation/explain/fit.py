@@ -265,10 +265,13 @@ def parts_of(z: F64) -> F64:
     return np.array([float(np.nanmean(p * p)) for p in enough])
 
 
-def noise(seen: Observed, name: str, sigma: F64, variant: str = "") -> Noise | None:
+def noise(
+    seen: Observed, name: str, sigma: F64, variant: str = "", everywhere: bool = False
+) -> Noise | None:
     """Whether the error is random with this standard deviation (H, R, D), times one factor.
 
-    As large then for small predictions as for large ones, and 0 on average.
+    As large then for small predictions as for large ones, and 0 on average. everywhere: alike in
+    all heads, rows and columns, too, not some right and others not.
     """
     use = (sigma > 0) & np.isfinite(seen.out)
     if use.sum() < 64:
@@ -281,11 +284,11 @@ def noise(seen: Observed, name: str, sigma: F64, variant: str = "") -> Noise | N
         return None
     if abs(float(z.mean())) > 0.25 * size:
         return None
-    # Everywhere alike: not some heads, rows or columns right and others not.
-    whole = np.where(use, (seen.out - seen.exact) / np.maximum(sigma, 1e-300), 0.0)
-    places = parts_of(np.where(use, whole, np.nan))
-    if places.size and (places.min() < EVEN * size**2 or places.max() > size**2 / EVEN):
-        return None
+    if everywhere:
+        whole = (seen.out - seen.exact) / np.maximum(sigma, 1e-300)
+        places = parts_of(np.where(use, whole, np.nan))
+        if places.size and (places.min() < EVEN * size**2 or places.max() > size**2 / EVEN):
+            return None
     scale = np.maximum(size * sigma[use], 1e-300)
     score = float(-0.5 * np.sum(np.minimum((z / size) ** 2, CLIP)) - np.sum(np.log(scale)))
     return Noise(name, size, min(parts) / max(parts), score, variant)

@@ -168,8 +168,8 @@ def verdict(
             wrong = bool(bad)
             found = best is not None
             if best is None or not best.fits:
-                local = _local_gradients(gradient, bad)
-                drop = None if local else accused.accumulated(case, gradient, flat_dout, bad)
+                drop = accused.accumulated(case, gradient, flat_dout, bad)
+                local = _local_gradients(gradient, bad) if drop is None else None
                 best = best if local is None and drop is None else None
     if judgements["out"].wrong and (best is None or not best.fits):
         off = flat_lse is not None and judgements["lse"].wrong
