@@ -78,6 +78,24 @@ def test_fault_of_a_place_is_told_and_no_suspect_named(fault: str, causal: bool)
     assert text in str(found)
 
 
+@pytest.mark.parametrize(
+    ("at", "value", "text"),
+    [
+        ((2, 17), 9.0, "1 element (2, 17) is wrong in lse"),
+        ((2, 17), NAN, "1 element (2, 17) is NaN in lse"),
+        ((1,), 0.0, "Head 1 is zero (never written) in lse"),
+        ((), 0.0, "All of lse is zero (never written)."),
+    ],
+)
+def test_fault_of_a_place_in_the_lse(at: tuple[int, ...], value: float, text: str) -> None:
+    q, k, v = arrays()
+    out, lse = forward(Mistakes(), q, k, v, causal=True)
+    found = explain(q, k, v, out, lse=_set(lse, at, value), causal=True, **QUICK)
+    assert found.kind == "another computation"
+    assert found.named is None, str(found)
+    assert text in str(found)
+
+
 def test_rows_that_see_no_key() -> None:
     """NaN, or a number, where 0 is right."""
     q, k, v = arrays(n_q=80, n_k=20)

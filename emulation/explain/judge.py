@@ -61,8 +61,11 @@ def explain(
     findings; in what a query sees they raise ValueError, like whatever is wrong with arguments.
 
     An element is outside if it is farther from the exact value than any correct kernel can be. A
-    suspect (see `suspects`) is named when what it leaves is rounding, or when the error holds its
-    difference whole, eight standard errors beyond rounding.
+    suspect (see `suspects`, and `fitted` for those with a free number) is named when what it leaves
+    is rounding, or when the error holds its difference whole, eight standard errors beyond
+    rounding; never if it leaves the elements that are outside. Where only elements, rows, columns
+    or heads are wrong, or keys count otherwise, the verdict says which. A bias larger than that of
+    every modelled rounding is another computation.
 
     >>> from emulation import flash
     >>> from emulation.samples import sample
@@ -103,11 +106,13 @@ def _problem(q: Any, k: Any, v: Any, **options: Any) -> Problem:
     """Checked as `explainable` does, but with the keys that nobody should see as they are: a
     suspect may see them. Only what is not finite there becomes 0.
     """
-    explainable(q, k, v, **options)
+    cleared = explainable(q, k, v, **options)
     problem = Problem.of(q, k, v, **options)
+    if all(np.isfinite(x.astype(np.float32)).all() for x in (problem.k, problem.v)):
+        return problem
     k0, v0 = (
-        np.where(np.isfinite(x.astype(np.float32)), x, np.zeros((), x.dtype))
-        for x in (problem.k, problem.v)
+        np.where(np.isfinite(x.astype(np.float32)), x, y)
+        for x, y in ((problem.k, cleared.k), (problem.v, cleared.v))
     )
     return dataclasses.replace(problem, k=k0, v=v0)
 
@@ -158,6 +163,8 @@ def verdict(
         place = "lse"
         wrong = judgements["lse"].wrong
         found = best is not None
+        if wrong and not found:
+            local = _local_lse(case, flat_lse, close)
     if flat_grads and flat_dout is not None and not found:
         graded, gradient = _judge_gradients(case, flat_grads, flat_dout)
         judgements |= graded
@@ -226,6 +233,17 @@ def _not_a_step(
     drop = accused.random_errors(case, whole, close, lse_wrong)
     # Weights thrown away at random are not the same keys in every row.
     return None, drop if count.explained < 0.5 else None
+
+
+def _local_lse(case: Case, lse: Array, close: Index) -> str | None:
+    """A fault of a place in the LSE; its roundings hang together, so that the bound is the unit."""
+    rows = case.rows[close]
+    bound, hidden = case.bounds(close)[1], np.isneginf(case.near(close).lse)
+    exact = np.where(hidden, 0.0, case.near(close).lse)
+    theirs = lse[:, rows].astype(np.float64)
+    theirs = np.where(hidden & np.isinf(theirs), 0.0, theirs)
+    seen = Observed(*(x[..., None] for x in (theirs, exact, bound, bound)))
+    return local_.fault(seen, rows, np.logical_and.reduce(hidden, axis=0), "lse")
 
 
 def _local_gradients(seen: dict[str, Observed], bad: list[str]) -> str | None:

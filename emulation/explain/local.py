@@ -133,7 +133,7 @@ def place(bad: Mask, rows: Index, shape: tuple[int, ...]) -> str:
     """
     count = int(bad.sum())
     if count <= FEW:
-        at = [f"({h}, {rows[r]}, {c})" for h, r, c in np.argwhere(bad)]
+        at = [_at(h, rows[r], c, shape) for h, r, c in np.argwhere(bad)]
         return f"1 element {at[0]} is" if count == 1 else f"{count} elements {', '.join(at)} are"
     heads: Index = np.flatnonzero(bad.any(axis=(1, 2)))
     of = "every head" if len(heads) == shape[0] > 1 else _listed("head", heads)
@@ -146,11 +146,16 @@ def place(bad: Mask, rows: Index, shape: tuple[int, ...]) -> str:
     word = "row" if across else "column"
     if count <= 0.1 * lines.sum() * (shape[2] if across else shape[1]):
         h, r, c = np.argwhere(bad)[0]
-        return f"{count} elements, the first ({h}, {rows[r]}, {c}), are"
+        return f"{count} elements, the first {_at(h, rows[r], c, shape)}, are"
     if (lines == lines[0]).all():
         which = np.asarray(names)[np.flatnonzero(lines[0])]
         return f"{_listed(word, which)} of {of} {'is' if len(which) == 1 else 'are'}"
     return f"{int(lines.sum())} {word}s of {of} are"
+
+
+def _at(h: int, row: int, column: int, shape: tuple[int, ...]) -> str:
+    """An element; of an LSE, a row of a head."""
+    return f"({h}, {row})" if shape[2] == 1 else f"({h}, {row}, {column})"
 
 
 def _listed(word: str, which: Index) -> str:

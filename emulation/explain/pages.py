@@ -129,6 +129,7 @@ def to_json(
         "candidates": [
             vars(m) for m in (verdict.suspect, *verdict.others) if m is not None
         ],
+        "fault": verdict.local,
         "noise": None if verdict.noise is None else vars(verdict.noise),
         "bias": None if verdict.bias is None else vars(verdict.bias),
         "source": verdict.source,
