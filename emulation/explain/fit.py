@@ -140,9 +140,9 @@ def _deviation(along: F64, energy: F64, a: float, axis: int) -> float:
     return spread(along, energy, a, axis)[0]
 
 
-def sure(excess: float, deviation: float, groups: float) -> bool:
+def sure(excess: float, deviation: float, groups: float, level: float = SIGNIFICANT) -> bool:
     """Whether a number found with this standard error, itself estimated of so many groups, stands
-    out as far as `SIGNIFICANT` known standard errors do: the likelihood ratio of Student's t.
+    out as far as `level` known standard errors do: the likelihood ratio of Student's t.
 
     >>> sure(9.0, 1.0, 1000), sure(9.0, 1.0, 5), sure(9.0, 0.0, 5)
     (True, False, False)
@@ -150,7 +150,7 @@ def sure(excess: float, deviation: float, groups: float) -> bool:
     if not (groups > 2.0 and 0 < deviation < np.inf):
         return False
     ratio = 0.5 * groups * np.log1p((excess / deviation) ** 2 / (groups - 1.0))
-    return bool(ratio >= SIGNIFICANT**2 / 2)
+    return bool(ratio >= level**2 / 2)
 
 
 def ranked(found: Iterable[Match | None]) -> list[Match]:
@@ -179,6 +179,8 @@ class Bias:
 
 #: A bias must be this large in sigma, and stand out by this many standard errors.
 BIASED, SURE = 0.15, 8.0
+#: Standard errors, taken over columns, that go with the rows'.
+NOTED = 3.0
 #: So many rows all err one way by chance less than once in 10^12, whatever their distribution:
 #: 2^(1 - n) <= 1e-12.
 LEAST = 41
@@ -187,17 +189,21 @@ LEAST = 41
 def bias(seen: Observed) -> Bias | None:
     """The larger of the mean of z and of z sign(exact), if it is one.
 
-    Rows are the evidence, equal ones counting once: below `LEAST` there is none.
+    Rows are the evidence, equal ones counting once: below `LEAST` there is none. Where weights are
+    alike in all rows, so are their errors, and many rows say what one does: columns must lean together, too, if less
+    surely (`NOTED`).
     """
     best = None
     for way in WAYS:
-        rows = _leans(seen.out, seen, way)
+        z = _leaning(seen.out, seen, way)
+        rows, columns = _means(z, -1), _means(z, 1)
         different = len(np.unique(rows))
         if different < LEAST:
             continue
         mean = float(rows.mean())
         error = float(rows.std(ddof=1)) / np.sqrt(different)
-        if abs(mean) >= BIASED and sure(abs(mean), error, different):
+        surely = sure(abs(mean), error, different) and _together(columns, abs(mean), NOTED)
+        if abs(mean) >= BIASED and surely:
             found = Bias(_towards(way, mean), mean, abs(mean) / error)
             if best is None or abs(mean) > abs(best.mean):
                 best = found
@@ -213,23 +219,35 @@ def _towards(way: str, mean: float) -> str:
     return "one sign (up)" if mean > 0 else "one sign (down)"
 
 
-def _leans(out: F64, seen: Observed, way: str) -> F64:
-    """Means of z, or z sign(exact), of the rows that have finite z."""
+def _leaning(out: F64, seen: Observed, way: str) -> F64:
+    """z, or z sign(exact), clipped."""
     with np.errstate(all="ignore"):
         z = np.where(seen.sigma > 0, (out - seen.exact) / seen.sigma, 0.0)
-    z = z * (np.sign(seen.exact) if way == "zero" else 1.0)
-    rows = np.clip(z, -30, 30).mean(axis=-1).ravel()
-    return np.asarray(rows[np.isfinite(rows)])
+    return np.asarray(np.clip(z * (np.sign(seen.exact) if way == "zero" else 1.0), -30, 30))
+
+
+def _means(z: F64, axis: int) -> F64:
+    """Means along an axis, where they are finite."""
+    means = z.mean(axis=axis).ravel()
+    return np.asarray(means[np.isfinite(means)])
+
+
+def _together(columns: F64, excess: float, level: float) -> bool:
+    """Whether the columns' mean stands out by their spread."""
+    count = len(np.unique(columns))
+    return count > 2 and sure(excess, float(columns.std(ddof=1)) / np.sqrt(count), count, level)
 
 
 def beyond(found: Bias, seen: Observed, models: list[F64]) -> bool:
     """Whether a bias is larger than that of every modelled rounding (H, R, D_v), by `BIASED` and by
-    `SURE` standard errors.
+    `SURE` standard errors over rows as over columns.
     """
     way = "one sign" if "sign" in found.towards else "zero"
-    leans = [0.0, *(float(_leans(m, seen, way).mean()) for m in models)]
+    leans = [0.0, *(float(_means(_leaning(m, seen, way), -1).mean()) for m in models)]
     excess = max(found.mean - max(leans), min(leans) - found.mean)
-    return excess >= max(BIASED, SURE * abs(found.mean) / found.deviations)
+    columns = _means(_leaning(seen.out, seen, way), 1)
+    large = excess >= max(BIASED, SURE * abs(found.mean) / found.deviations)
+    return large and _together(columns, excess, SURE)
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ def _rounding(seen: Observed, use: Mask) -> bool:
 def place(bad: Mask, rows: Index, shape: tuple[int, ...]) -> str:
     """Where: "1 element (h, row, column)", "row 3 of head 1", "head 2"; with "is" or "are".
 
-    >>> bad = np.zeros((2, 4, 3), bool)
+    >>> bad = np.zeros((2, 4, 8), bool)
     >>> bad[1, 2] = True
     >>> place(bad, np.arange(4), bad.shape)
     'row 2 of head 1 is'
