@@ -190,8 +190,8 @@ def bias(seen: Observed) -> Bias | None:
     """The larger of the mean of z and of z sign(exact), if it is one.
 
     Rows are the evidence, equal ones counting once: below `LEAST` there is none. Where weights are
-    alike in all rows, so are their errors, and many rows say what one does: columns must lean together, too, if less
-    surely (`NOTED`).
+    alike in all rows, so are their errors, and many rows say what one does: columns must lean
+    together, too, if less surely (`NOTED`).
     """
     best = None
     for way in WAYS:
