@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from emulation.explain.verdict import Verdict
+from emulation.explain.verdict import Verdict, explained
 from emulation.report.json_report import plain, versions
 from emulation.report.style import STYLE
 from emulation.report.text import flatten, number, percent, printable
@@ -43,11 +43,12 @@ def judgements(verdict: Verdict) -> Table:
 
 
 def candidates(verdict: Verdict) -> Table:
-    """Computations that were compared, the best first."""
+    """Computations that were compared, the best first; of rounding there is none to find."""
     head = ("computation", "which", "explains", "remaining, of the expected error", "of the bound")
-    found = [m for m in (verdict.suspect, *verdict.others) if m is not None]
+    compared = () if verdict.is_rounding else (verdict.suspect, *verdict.others)
+    found = [m for m in compared if m is not None]
     rows = [
-        [m.name, m.variant, percent(m.explained), number(m.remaining), number(m.of_bound)]
+        [m.name, m.variant, explained(m.explained), number(m.remaining), number(m.of_bound)]
         for m in found
     ]
     return head, rows
