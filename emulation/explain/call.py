@@ -73,7 +73,7 @@ def explain(
     >>> explain(q, k, v, out, lse=lse, causal=True).kind
     'rounding'
     >>> explain(q, k, v, out, lse=lse)
-    <Verdict: another computation: mask not asked for; out: 744 of 768 elements beyond the bound>
+    <Verdict: another computation: mask not asked for; beyond the bound: out 726 of 768, lse 47 of 48>
     """
     fmt = None if dtype is None else format_named(dtype)
     pairs = _named(grads)
@@ -206,9 +206,7 @@ def _judged(
     )
     facts = {**whole.facts, "graded": case.graded.tolist()}
     if whole.is_rounding and not seen.is_rounding:
-        return dataclasses.replace(
-            seen, judgements=graded, notes=(*seen.notes, note), facts=facts
-        )
+        return dataclasses.replace(seen, judgements=graded, notes=(*seen.notes, note), facts=facts)
     only = {n: j for n, j in graded.items() if n in flat_grads}
     return dataclasses.replace(
         whole, judgements=whole.judgements | only, notes=(*whole.notes, note), facts=facts

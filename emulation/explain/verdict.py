@@ -93,11 +93,11 @@ class Verdict:
         """One line; str() says all."""
         named = f": {self.named}" if self.named else ""
         counts = [
-            f"{j.output}: {j.outside} of {j.checked} elements beyond the bound"
+            f"{j.output} {j.outside} of {j.checked}"
             for j in self.judgements.values()
             if j.outside or j.output == "out"
         ]
-        return f"<Verdict: {self.kind}{named}; {', '.join(counts)}>"
+        return f"<Verdict: {self.kind}{named}; beyond the bound: {', '.join(counts)}>"
 
     def __str__(self) -> str:
         return " ".join(self.sentences())
