@@ -51,8 +51,8 @@ def add(parser: argparse.ArgumentParser, positive: Any, window: Any, integer: An
     parser.add_argument(
         "--dtype",
         choices=tuple(FORMATS),
-        help="format that the kernel took q, k and v in (default: theirs; of float32 files that hold "
-        "only bfloat16 or only float16 values, that one, which the verdict says)",
+        help="format that the kernel took q, k and v in (default: theirs; of float32 files that "
+        "hold nothing but bfloat16 or float16 values, that one, which the verdict says)",
     )
     parser.add_argument(
         "--layout",
@@ -201,10 +201,10 @@ def difference(arrays: dict[str, Array], first: Verdict, other: Verdict) -> list
     for name, x in (("--out", a), ("--against", b)):
         bad = np.argwhere(~np.isfinite(x))
         if len(bad):
-            at = tuple(int(i) for i in bad[0])
+            first_bad = tuple(int(i) for i in bad[0])
             said_of.append(
                 f"{name} holds {len(bad)} of {x.size} elements that are not finite, the first "
-                f"{x[at]} at {at}."
+                f"{x[first_bad]} at {first_bad}."
             )
     if known.any():
         # Where one is not finite there is no difference to speak of.

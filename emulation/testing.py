@@ -50,8 +50,8 @@ def assert_attention_close(
     if dtype is None and all(getattr(x, "dtype", None) == np.float32 for x in (q, k, v)):
         dtype = "float32"  # `explain` guesses a format from the values; an assertion must not
     found = explain(
-        q, k, v, out, lse=lse, grads=grads, dout=dout, dtype=dtype, plan=plan, scale=scale, causal=causal,
-        window=window, softcap=softcap, arithmetic=False, sources=False,
+        q, k, v, out, lse=lse, grads=grads, dout=dout, dtype=dtype, plan=plan, scale=scale,
+        causal=causal, window=window, softcap=softcap, arithmetic=False, sources=False,
     )  # fmt: skip
     if not found.is_rounding:
         raise AssertionError(str(found))

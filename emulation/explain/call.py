@@ -73,7 +73,7 @@ def explain(
     >>> explain(q, k, v, out, lse=lse, causal=True).kind
     'rounding'
     >>> explain(q, k, v, out, lse=lse)
-    <Verdict: another computation: mask not asked for; beyond the bound: out 726 of 768, lse 47 of 48>
+    <Verdict: another computation: mask not asked for; beyond: out 726 of 768, lse 47 of 48>
     """
     fmt = None if dtype is None else format_named(dtype)
     pairs = _named(grads)
@@ -137,8 +137,8 @@ def held(inputs: list[Any], outputs: list[Any]) -> str | None:
 
     bfloat16 first: few of its values are none of float16, and few of float16's are of bfloat16.
 
-    >>> x = np.float32([1.0, 2**-8, 3e30])
-    >>> held([x], []), held([x[:2] + np.float32(2**-9)], []), held([x + np.float32(2**-20)], [])
+    >>> x = np.array([1.0, 1.0078125], np.float32)
+    >>> held([x], []), held([x], [x + np.float32(2**-9)]), held([x], [x + np.float32(2**-20)])
     ('bfloat16', 'float16', None)
     """
     if not all(isinstance(x, np.ndarray) and x.dtype == np.float32 for x in inputs):

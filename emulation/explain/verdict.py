@@ -22,8 +22,8 @@ class Judgement:
     and `unlikely` beyond what independent roundings reach once in 10^12 such outputs. worst: the
     largest |error| / bound, at `where`. rms, expected: root mean square of the error, and the one
     that rounding leads one to expect. allowed: rms of the bound. chi: mean square of the error in
-    units of its expectation, element by element. rows, heads: first and last with an element outside.
-    nonfinite: NaN and infinities where the exact value is finite. blocks: the largest
+    units of its expectation, element by element. rows, heads: first and last with an element
+    outside. nonfinite: NaN and infinities where the exact value is finite. blocks: the largest
     |error| / bound of blocks of rows and columns.
     """
 
@@ -90,14 +90,14 @@ class Verdict:
         return self.noise.name if self.noise is not None else None
 
     def __repr__(self) -> str:
-        """One line; str() says all."""
+        """One line, with how many elements are beyond the bound; str() says all."""
         named = f": {self.named}" if self.named else ""
         counts = [
             f"{j.output} {j.outside} of {j.checked}"
             for j in self.judgements.values()
             if j.outside or j.output == "out"
         ]
-        return f"<Verdict: {self.kind}{named}; beyond the bound: {', '.join(counts)}>"
+        return f"<Verdict: {self.kind}{named}; beyond: {', '.join(counts)}>"
 
     def __str__(self) -> str:
         return " ".join(self.sentences())
