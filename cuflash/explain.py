@@ -201,10 +201,10 @@ def difference(arrays: dict[str, Array], first: Verdict, other: Verdict) -> list
     for name, x in (("--out", a), ("--against", b)):
         bad = np.argwhere(~np.isfinite(x))
         if len(bad):
-            first_bad = tuple(int(i) for i in bad[0])
+            at = tuple(int(i) for i in bad[0])
             said_of.append(
                 f"{name} holds {len(bad)} of {x.size} elements that are not finite, the first "
-                f"{x[first_bad]} at {first_bad}."
+                f"{x[at]} at {at}."
             )
     if known.any():
         # Where one is not finite there is no difference to speak of.
@@ -220,8 +220,8 @@ def difference(arrays: dict[str, Array], first: Verdict, other: Verdict) -> list
     if all(kinds):
         said_of.append("Both are within what rounding allows: neither is the exact one.")
     elif any(kinds):
-        good, bad = ("--out", "--against") if kinds[0] else ("--against", "--out")
-        said_of.append(f"{good} is rounding; {bad} is another computation.")
+        right, wrong = ("--out", "--against") if kinds[0] else ("--against", "--out")
+        said_of.append(f"{right} is rounding; {wrong} is another computation.")
     else:
         said_of.append("Both are another computation than the one that was asked for.")
     ours, theirs = (f"{v.kind}{f' ({v.named})' if v.named else ''}" for v in (first, other))

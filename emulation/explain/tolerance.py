@@ -53,8 +53,8 @@ def tolerance(
     arrays in another one are rounded to it first, and the exact result is that of the rounded ones.
     plan: whose roundings are bounded, a `Plan` or a name of `plan_of`; None is any kernel that
     keeps fp32 between its steps and rounds P and the result to the format. Bounds are worst cases,
-    derived (see `bounds`), and hold for every finite input. O(N_q N_k D_v) float64 operations. Raises
-    TypeError or ValueError naming argument, value, rule.
+    derived (see `bounds`), and hold for every finite input. O(N_q N_k D_v) float64 operations.
+    Raises TypeError or ValueError naming argument, value, rule.
 
     >>> x = np.eye(64, dtype=np.float16)
     >>> t = tolerance(x, x, x)
