@@ -97,7 +97,7 @@ def explain(
             if given[name] is not None:
                 given[name] = in_format(name, given[name], fmt)
     masks = {"scale": scale, "causal": causal, "window": window, "softcap": softcap}
-    problem = explainable(given["q"], given["k"], given["v"], **masks)
+    problem = _problem(given["q"], given["k"], given["v"], **masks)
     claimed = chosen_plan(plan, problem)
     case = Case(problem, claimed, CLOSE if rows is None else _cells(rows, problem), xp)
     found = _judged(
@@ -160,6 +160,19 @@ def _on_host(x: Any) -> Any:
     return x.get() if type(x).__module__.split(".")[0] == "cupy" else x
 
 
+def _problem(q: Any, k: Any, v: Any, **options: Any) -> Problem:
+    """Checked as `explainable` does, but with the keys that nobody should see as they are: a
+    suspect may see them. Only what is not finite there becomes 0.
+    """
+    explainable(q, k, v, **options)
+    problem = Problem.of(q, k, v, **options)
+    k0, v0 = (
+        np.where(np.isfinite(x.astype(np.float32)), x, np.zeros((), x.dtype))
+        for x in (problem.k, problem.v)
+    )
+    return dataclasses.replace(problem, k=k0, v=v0)
+
+
 def _cells(rows: Any, problem: Problem) -> int:
     if isinstance(rows, bool) or not isinstance(rows, int | np.integer):
         raise TypeError(f"rows: got {rows!r}, must be an integer >= 1 or None")
@@ -206,6 +219,8 @@ def _judged(
     )
     facts = {**whole.facts, "graded": case.graded.tolist()}
     if whole.is_rounding and not seen.is_rounding:
+        if seen.local is not None:
+            note += " The sentence on what is wrong counts heads among these."
         return dataclasses.replace(seen, judgements=graded, notes=(*seen.notes, note), facts=facts)
     only = {n: j for n, j in graded.items() if n in flat_grads}
     return dataclasses.replace(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from emulation.explain.exact import F64
+from emulation.explain.exact import F64, Mask
 
 #: Mean square of z up to which an error is what rounding is expected to leave: twice the expected
 #: rms error. Known kernels lie between 0.2 and 1.1 on every kind of input (bench/results).
@@ -66,7 +66,7 @@ class Observed:
     bound: F64
 
     @property
-    def outside(self) -> F64:
+    def outside(self) -> Mask:
         return np.asarray(~(np.abs(self.out - self.exact) <= self.bound))
 
 
@@ -122,18 +122,35 @@ def match(seen: Observed, name: str, variant: str, theirs: F64, sigma: F64) -> M
     )
 
 
-def _deviation(along: F64, energy: F64, a: float, axis: int) -> float:
+def spread(along: F64, energy: F64, a: float, axis: int) -> tuple[float, float]:
     """Standard error of a = sum(along) / sum(energy) if what lies along an axis hangs together: the
-    columns of a row, or (weights alike in all rows) the rows of a column. inf of fewer than two
-    such groups.
+    columns of a row, or (weights alike in all rows) the rows of a column; and how many independent
+    groups that leaves. inf of fewer than two such groups.
     """
     along, energy = (x.sum(axis=axis) for x in (along, energy))
     size = float(energy.sum())
     groups = size**2 / float(np.sum(energy * energy))
     if not groups > 2.0:
-        return np.inf
-    spread = float(np.sqrt(np.sum((along - a * energy) ** 2))) / size
-    return spread * float(np.sqrt(groups / (groups - 1.0)))
+        return np.inf, groups
+    rest = float(np.sqrt(np.sum((along - a * energy) ** 2))) / size
+    return rest * float(np.sqrt(groups / (groups - 1.0))), groups
+
+
+def _deviation(along: F64, energy: F64, a: float, axis: int) -> float:
+    return spread(along, energy, a, axis)[0]
+
+
+def sure(excess: float, deviation: float, groups: float) -> bool:
+    """Whether a number found with this standard error, itself estimated of so many groups, stands
+    out as far as `SIGNIFICANT` known standard errors do: the likelihood ratio of Student's t.
+
+    >>> sure(9.0, 1.0, 1000), sure(9.0, 1.0, 5), sure(9.0, 0.0, 5)
+    (True, False, False)
+    """
+    if not (groups > 2.0 and 0 < deviation < np.inf):
+        return False
+    ratio = 0.5 * groups * np.log1p((excess / deviation) ** 2 / (groups - 1.0))
+    return bool(ratio >= SIGNIFICANT**2 / 2)
 
 
 def ranked(found: Iterable[Match | None]) -> list[Match]:
@@ -162,25 +179,57 @@ class Bias:
 
 #: A bias must be this large in sigma, and stand out by this many standard errors.
 BIASED, SURE = 0.15, 8.0
+#: So many rows all err one way by chance less than once in 10^12, whatever their distribution:
+#: 2^(1 - n) <= 1e-12.
+LEAST = 41
 
 
 def bias(seen: Observed) -> Bias | None:
-    """The larger of the mean of z and of z sign(exact), if it is one."""
-    with np.errstate(all="ignore"):
-        z = np.where(seen.sigma > 0, (seen.out - seen.exact) / seen.sigma, 0.0)
+    """The larger of the mean of z and of z sign(exact), if it is one.
+
+    Rows are the evidence, equal ones counting once: below `LEAST` there is none.
+    """
     best = None
-    for what, sign in (("one sign", np.ones_like(z)), ("zero", np.sign(seen.exact))):
-        rows = np.clip(z * sign, -30, 30).mean(axis=-1).ravel()
-        mean = float(rows.mean()) if rows.size else 0.0
-        error = float(rows.std() / np.sqrt(max(1, rows.size))) or 1e-300
-        name = "infinity" if what == "zero" and mean > 0 else what
-        if what == "one sign":
-            name = "one sign (up)" if mean > 0 else "one sign (down)"
-        found = Bias(name, mean, abs(mean) / error)
-        sure = abs(mean) >= BIASED and found.deviations >= SURE
-        if sure and (best is None or abs(mean) > abs(best.mean)):
-            best = found
+    for way in WAYS:
+        rows = _leans(seen.out, seen, way)
+        different = len(np.unique(rows))
+        if different < LEAST:
+            continue
+        mean = float(rows.mean())
+        error = float(rows.std(ddof=1)) / np.sqrt(different)
+        if abs(mean) >= BIASED and sure(abs(mean), error, different):
+            found = Bias(_towards(way, mean), mean, abs(mean) / error)
+            if best is None or abs(mean) > abs(best.mean):
+                best = found
     return best
+
+
+WAYS = ("one sign", "zero")
+
+
+def _towards(way: str, mean: float) -> str:
+    if way == "zero":
+        return "infinity" if mean > 0 else "zero"
+    return "one sign (up)" if mean > 0 else "one sign (down)"
+
+
+def _leans(out: F64, seen: Observed, way: str) -> F64:
+    """Means of z, or z sign(exact), of the rows that have finite z."""
+    with np.errstate(all="ignore"):
+        z = np.where(seen.sigma > 0, (out - seen.exact) / seen.sigma, 0.0)
+    z = z * (np.sign(seen.exact) if way == "zero" else 1.0)
+    rows = np.clip(z, -30, 30).mean(axis=-1).ravel()
+    return np.asarray(rows[np.isfinite(rows)])
+
+
+def beyond(found: Bias, seen: Observed, models: list[F64]) -> bool:
+    """Whether a bias is larger than that of every modelled rounding (H, R, D_v), by `BIASED` and by
+    `SURE` standard errors.
+    """
+    way = "one sign" if "sign" in found.towards else "zero"
+    leans = [0.0, *(float(_leans(m, seen, way).mean()) for m in models)]
+    excess = max(found.mean - max(leans), min(leans) - found.mean)
+    return excess >= max(BIASED, SURE * abs(found.mean) / found.deviations)
 
 
 @dataclass(frozen=True)
@@ -203,6 +252,19 @@ class Noise:
         return odds / (1.0 + odds)
 
 
+#: Mean squares of places, over the whole's, that random errors of one size keep.
+EVEN = 0.2
+
+
+def parts_of(z: F64) -> F64:
+    """Mean squares of each head, of sixths of the rows and of the columns; NaN is left out."""
+    parts = [z[h] for h in range(len(z))] if len(z) > 1 else []
+    parts += np.array_split(z, min(6, z.shape[1]), axis=1)
+    parts += np.array_split(z, min(6, z.shape[2]), axis=2)
+    enough = [p for p in parts if np.isfinite(p).sum() >= 64]
+    return np.array([float(np.nanmean(p * p)) for p in enough])
+
+
 def noise(seen: Observed, name: str, sigma: F64, variant: str = "") -> Noise | None:
     """Whether the error is random with this standard deviation (H, R, D), times one factor.
 
@@ -218,6 +280,11 @@ def noise(seen: Observed, name: str, sigma: F64, variant: str = "") -> Noise | N
     if not size > 0 or min(parts) < 0.35 * size**2 or max(parts) > 3 * size**2:
         return None
     if abs(float(z.mean())) > 0.25 * size:
+        return None
+    # Everywhere alike: not some heads, rows or columns right and others not.
+    whole = np.where(use, (seen.out - seen.exact) / np.maximum(sigma, 1e-300), 0.0)
+    places = parts_of(np.where(use, whole, np.nan))
+    if places.size and (places.min() < EVEN * size**2 or places.max() > size**2 / EVEN):
         return None
     scale = np.maximum(size * sigma[use], 1e-300)
     score = float(-0.5 * np.sum(np.minimum((z / size) ** 2, CLIP)) - np.sum(np.log(scale)))

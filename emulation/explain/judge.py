@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from emulation.backward import check_dout
-from emulation.explain import accused, fit, roundings
+from emulation.explain import accused, fit, fitted, roundings
+from emulation.explain import local as local_
 from emulation.explain.case import Case
 from emulation.explain.exact import F64, NOTHING, Index
 from emulation.explain.fit import Observed
@@ -51,8 +52,11 @@ def verdict(
     report("bounds", 0.4)
     judgements, seen = _judge_forward(case, flat_out, flat_lse, close)
     report("suspects", 0.6)
-    best, same, others = accused.of_forward(case, seen, flat_out, close, judgements["out"])
+    models = fitted.modelled(case, close)
+    best, same, others = accused.of_forward(case, seen, flat_out, close, judgements["out"], models)
     place = "out"
+    local: str | None = None
+    drop: fit.Noise | None = None
     wrong = judgements["out"].wrong
     found = best is not None
     if flat_lse is not None and not found and not wrong:
@@ -69,11 +73,17 @@ def verdict(
             place = "the gradients" if best is not None else "out"
             wrong = bool(bad)
             found = best is not None
-    drop = None
-    if judgements["out"].wrong and (best is None or not (best.fits or best.explained > 0.9)):
+            if best is None or not best.fits:
+                local = _local_gradients(gradient, bad)
+                drop = None if local else accused.accumulated(case, gradient, flat_dout, bad)
+                best = best if local is None and drop is None else None
+    if judgements["out"].wrong and (best is None or not best.fits):
         off = flat_lse is not None and judgements["lse"].wrong
-        drop = accused.random_errors(case, accused.finite(seen), close, off)
-        best = None if drop is not None else best
+        local, drop = _not_a_step(case, seen, close, off, best)
+        best = best if local is None and drop is None else None
+    biased = None if wrong or found else fit.bias(seen)
+    if biased is not None and fit.beyond(biased, seen, models):
+        wrong, local = True, "The error leans by more than any modelled rounding does."
     kind = KINDS[2] if wrong or found else KINDS[0]
     facts = {
         "rows": len(case.rows), "close": len(close), "dtype": problem.dtype,
@@ -81,7 +91,7 @@ def verdict(
     }  # fmt: skip
     result = Verdict(
         kind, judgements, best if kind == KINDS[2] else None, place, same, others, drop,
-        notes=_notes(case, judgements, flat_out, close), facts=facts,
+        local=local, bias=biased, notes=_notes(case, judgements, flat_out, close), facts=facts,
     )  # fmt: skip
     if kind == KINDS[2]:
         return result
@@ -90,18 +100,45 @@ def verdict(
         result = dataclasses.replace(
             result, kernels=roundings.kernels(case, flat_out, flat_lse, unknown)
         )
-    biased = fit.bias(seen)
     if sources:
         result = roundings.with_sources(case, result, biased)
     if biased is not None:
         result = dataclasses.replace(
             result,
             kind=KINDS[1],
-            bias=biased,
             notes=(*result.notes, *roundings.bias_notes(case, close)),
         )
     report("done", 1.0)
     return result
+
+
+def _not_a_step(
+    case: Case, seen: Observed, close: Index, lse_wrong: bool, best: fit.Match | None
+) -> tuple[str | None, fit.Noise | None]:
+    """What a wrong output is where no suspect fits: a fault of a place, or random errors."""
+    lo, hi = case.problem.band()
+    rows = case.rows[close]
+    text = local_.fault(seen, rows, (hi <= lo)[rows])
+    if text is None:
+        text = local_.moved(seen)
+    if text is not None:
+        return text, None
+    if best is not None and best.explained > 0.9:
+        return None, None
+    return None, accused.random_errors(case, accused.finite(seen), close, lse_wrong)
+
+
+def _local_gradients(seen: dict[str, Observed], bad: list[str]) -> str | None:
+    """Faults of a place in every gradient that is wrong."""
+    found = []
+    for name in bad:
+        x = seen[name]
+        nobody = np.zeros(x.exact.shape[1], bool)
+        text = local_.fault(x, np.arange(x.exact.shape[1]), nobody, name)
+        if text is None:
+            return None
+        found.append(text)
+    return " ".join(found) or None
 
 
 def _checked(name: str, x: Any, shape: tuple[int, ...]) -> Array:

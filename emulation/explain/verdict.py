@@ -59,8 +59,8 @@ class Verdict:
     kind: one of `KINDS`. judgements: by output. suspect: the computation that fits, if rounding
     does not (`where_seen`: in which output), others: what fits less well. noise: random errors that
     are not rounding in the claimed formats. source: group of roundings that dominates, with the
-    shares of all. bias: with the source that makes it. kernels: whose arithmetic reproduces how
-    many bits, best first.
+    shares of all. local: a fault of a place, in words. bias: with the source that makes it.
+    kernels: whose arithmetic reproduces how many bits, best first.
     """
 
     kind: str
@@ -70,6 +70,7 @@ class Verdict:
     same: tuple[str, ...] = ()
     others: tuple[Match, ...] = ()
     noise: Noise | None = None
+    local: str | None = None
     source: str | None = None
     shares: dict[str, float] = field(default_factory=dict)
     bias: Bias | None = None
@@ -114,7 +115,7 @@ class Verdict:
         if self.bias is not None:
             said.append(
                 f"The error leans toward {self.bias.towards}: on average {abs(self.bias.mean):.2f} "
-                f"of its expected size, {self.bias.deviations:.0f} standard errors from none"
+                f"of its expected size, {_capped(self.bias.deviations)} standard errors from none"
                 + (f"; it comes from {self.bias_source}." if self.bias_source else ".")
             )
         if self.kernels:
@@ -135,6 +136,8 @@ class Verdict:
         if self.is_rounding:
             return []
         if self.suspect is None:
+            if self.local is not None:
+                return [self.local]
             if self.noise is not None:
                 return [_noisy(self.noise)]
             return ["None of the known suspects fits."]
@@ -174,6 +177,10 @@ class Verdict:
         from emulation.explain import pages
 
         return pages.to_html(self, **options)
+
+
+def _capped(deviations: float) -> str:
+    return "over 100" if deviations > 100 else f"{deviations:.0f}"
 
 
 def _noisy(noise: Noise) -> str:
