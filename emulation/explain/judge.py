@@ -1,4 +1,4 @@
-"""`explain`: the verdict on an attention output, from the inputs and the output alone."""
+"""The verdict on an attention output, from a `Case` and the output alone."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from emulation.attribution import explainable
 from emulation.backward import check_dout
 from emulation.explain import accused, fit, fitted, keys, roundings
 from emulation.explain import local as local_
-from emulation.explain.case import CLOSE, GRADIENTS, Case
+from emulation.explain.case import Case
 from emulation.explain.exact import F64, NOTHING, Index
 from emulation.explain.fit import Observed
 from emulation.explain.verdict import KINDS, Judgement, Verdict, blocks
-from emulation.plan import Plan
-from emulation.problem import Array, Problem, dtype_name
-from emulation.rounding import namespace
+from emulation.problem import Array, dtype_name
 
 Progress = Callable[[str, float], None]
 
@@ -27,102 +24,6 @@ Progress = Callable[[str, float], None]
 ODDS = 1e-12
 NAMES = ("dq", "dk", "dv")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-
-
-def explain(
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    *,
-    lse: Any = None,
-    grads: Any = None,
-    dout: Any = None,
-    scale: float | None = None,
-    causal: Any = False,
-    window: Any = None,
-    softcap: float | None = None,
-    plan: Plan | None = None,
-    arithmetic: bool = True,
-    unknown: bool = False,
-    sources: bool = True,
-    rows: int | None = None,
-    progress: Progress | None = None,
-) -> Verdict:
-    """Rounding, biased rounding, or another computation: what is to be said of an attention output.
-
-    q (..., N_q, D), k, v and masks as in `flash`; out (..., N_q, D_v), lse (..., N_q) natural
-    logarithm, grads: (dq, dk, dv) or a mapping of some of these names, for dout. Formats float16,
-    bfloat16, float32 (outputs may be float64); NumPy or CuPy arrays: of q on a GPU every row's
-    exact value is computed there. plan: whose bounds are claimed; None is any correct kernel that
-    keeps fp32 between its steps. arithmetic: say whose arithmetic it is; unknown: also search for
-    an unknown kernel's (a minute). sources: attribute the rounding. rows: how many
-    queries get derived bounds (None: all, or as many as are soon done). NaN and Inf in outputs are
-    findings; in what a query sees they raise ValueError, like whatever is wrong with arguments.
-
-    An element is outside if it is farther from the exact value than any correct kernel can be. A
-    suspect (see `suspects`, and `fitted` for those with a free number) is named when what it leaves
-    is rounding, or when the error holds its difference whole, eight standard errors beyond
-    rounding; never if it leaves the elements that are outside. Where only elements, rows, columns
-    or heads are wrong, or keys count otherwise, the verdict says which. A bias larger than that of
-    every modelled rounding is another computation.
-
-    >>> from emulation import flash
-    >>> from emulation.samples import sample
-    >>> q, k, v = sample("normal", n=48, d=16, dtype="bfloat16")
-    >>> out, lse = flash(q, k, v, causal=True)
-    >>> explain(q, k, v, out, lse=lse, causal=True).kind
-    'rounding'
-    >>> explain(q, k, v, out, lse=lse).named
-    'mask not asked for'
-    """
-    xp = namespace(q) if type(q).__module__.split(".")[0] == "cupy" else np
-    q, k, v, out, lse, dout = (on_host(x) for x in (q, k, v, out, lse, dout))
-    if isinstance(grads, Mapping):
-        grads = {n: on_host(x) for n, x in grads.items()}
-    elif grads is not None:
-        grads = tuple(on_host(x) for x in grads)
-    problem = _problem(q, k, v, scale=scale, causal=causal, window=window, softcap=softcap)
-    case = Case(problem, plan, CLOSE if rows is None else _cells(rows, problem), xp)
-    return verdict(
-        case,
-        out,
-        lse=lse,
-        grads=grads,
-        dout=dout,
-        arithmetic=arithmetic,
-        unknown=unknown,
-        sources=sources,
-        progress=progress,
-    )
-
-
-def on_host(x: Any) -> Any:
-    """A CuPy array as a NumPy one; anything else as it is."""
-    return x.get() if type(x).__module__.split(".")[0] == "cupy" else x
-
-
-def _problem(q: Any, k: Any, v: Any, **options: Any) -> Problem:
-    """Checked as `explainable` does, but with the keys that nobody should see as they are: a
-    suspect may see them. Only what is not finite there becomes 0.
-    """
-    cleared = explainable(q, k, v, **options)
-    problem = Problem.of(q, k, v, **options)
-    if all(np.isfinite(x.astype(np.float32)).all() for x in (problem.k, problem.v)):
-        return problem
-    k0, v0 = (
-        np.where(np.isfinite(x.astype(np.float32)), x, y)
-        for x, y in ((problem.k, cleared.k), (problem.v, cleared.v))
-    )
-    return dataclasses.replace(problem, k=k0, v=v0)
-
-
-def _cells(rows: Any, problem: Problem) -> int:
-    if isinstance(rows, bool) or not isinstance(rows, int | np.integer):
-        raise TypeError(f"rows: got {rows!r}, must be an integer >= 1 or None")
-    if rows < 1:
-        raise ValueError(f"rows: got {rows}, must be an integer >= 1 or None")
-    return int(rows) * problem.heads * problem.n_k
 
 
 def verdict(
@@ -144,7 +45,7 @@ def verdict(
     flat_lse = None
     if lse is not None:
         flat_lse = _checked("lse", lse, shape[:-1]).reshape(problem.heads, problem.n_q)
-    flat_dout, flat_grads = _gradients(case, grads, dout)
+    flat_dout, flat_grads = checked_gradients(case, grads, dout)
     report = progress or (lambda step, fraction: None)
     report("exact values", 0.0)
     close = case.close_rows(flat_out)
@@ -269,15 +170,13 @@ def _checked(name: str, x: Any, shape: tuple[int, ...]) -> Array:
     return np.asarray(x)
 
 
-def _gradients(case: Case, grads: Any, dout: Any) -> tuple[Array | None, dict[str, Array]]:
+def checked_gradients(case: Case, grads: Any, dout: Any) -> tuple[Array | None, dict[str, Array]]:
     """dout and the gradients, heads flattened."""
     problem = case.problem
     if grads is None:
         return None, {}
     if dout is None:
         raise ValueError("grads: given without dout, must come with it")
-    if case.scores > GRADIENTS:
-        raise ValueError(f"grads: {case.scores} scores, must be at most {GRADIENTS} to be judged")
     flat, _ = check_dout(problem, dout)
     pairs = grads if isinstance(grads, Mapping) else dict(zip(NAMES, grads, strict=True))
     for name in pairs:
@@ -309,7 +208,7 @@ def judge(
         unlikely = ~(np.abs(error) <= likely) & ~outside
     at = np.unravel_index(int(np.argmax(ratio)), ratio.shape)
     where = (int(at[0]), int(rows[at[1]]), *(int(i) for i in at[2:]))
-    bad = rows[outside.any(axis=(0, 2))]
+    bad, heads = rows[outside.any(axis=(0, 2))], np.flatnonzero(outside.any(axis=(1, 2)))
     return Judgement(
         output=name,
         size=size,
@@ -323,6 +222,7 @@ def judge(
         allowed=_rms(bound),
         chi=fit.chi_square(error, sigma),
         rows=(int(bad.min()), int(bad.max())) if len(bad) else None,
+        heads=(int(heads.min()), int(heads.max())) if len(heads) else None,
         nonfinite=nonfinite,
         blocks=blocks(np.minimum(ratio, 1e6)),
     )

@@ -22,8 +22,8 @@ class Judgement:
     and `unlikely` beyond what independent roundings reach once in 10^12 such outputs. worst: the
     largest |error| / bound, at `where`. rms, expected: root mean square of the error, and the one
     that rounding leads one to expect. allowed: rms of the bound. chi: mean square of the error in
-    units of its expectation, element by element. rows: first and last row with an element outside.
-    nonfinite: NaN and infinities where the exact value is finite. blocks: the largest
+    units of its expectation, element by element. rows, heads: first and last with an element
+    outside. nonfinite: NaN and infinities where the exact value is finite. blocks: the largest
     |error| / bound of blocks of rows and columns.
     """
 
@@ -39,8 +39,9 @@ class Judgement:
     allowed: float
     chi: float
     rows: tuple[int, int] | None
+    heads: tuple[int, int] | None
     nonfinite: int
-    blocks: F64
+    blocks: F64 = field(repr=False)
 
     @property
     def wrong(self) -> bool:
@@ -51,7 +52,7 @@ class Judgement:
         return bool(self.outside or self.nonfinite or self.unlikely or large)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Verdict:
     """What is to be said of an attention output.
 
@@ -88,6 +89,16 @@ class Verdict:
         if self.suspect is not None:
             return self.suspect.name
         return self.noise.name if self.noise is not None else None
+
+    def __repr__(self) -> str:
+        """One line, with how many elements are beyond the bound; str() says all."""
+        named = f": {self.named}" if self.named else ""
+        counts = [
+            f"{j.output} {j.outside} of {j.checked}"
+            for j in self.judgements.values()
+            if j.outside or j.output == "out"
+        ]
+        return f"<Verdict: {self.kind}{named}; beyond: {', '.join(counts)}>"
 
     def __str__(self) -> str:
         return " ".join(self.sentences())
@@ -141,12 +152,12 @@ class Verdict:
         if m.fits:
             return [
                 f"It is this{place}: {m.name}{word}{also}. That explains "
-                f"{_percent(m.explained)} of the error and {_percent(m.inside)} of the elements "
+                f"{explained(m.explained)} of the error and {_percent(m.inside)} of the elements "
                 f"concerned; {left}."
             ]
         return [
             f"Most like{place}: {m.name}{word}{also}, which explains "
-            f"{_percent(m.explained)} of the error; {left}, so there is more."
+            f"{explained(m.explained)} of the error; {left}, so there is more."
         ]
 
     def to_markdown(self, **options: Any) -> str:
@@ -185,6 +196,15 @@ def _noisy(noise: Noise) -> str:
     )
 
 
+def explained(share: float) -> str:
+    """The share of an error that a suspect takes away, where it takes any.
+
+    >>> explained(0.5), explained(-1024.7)
+    ('50.0 %', 'nothing')
+    """
+    return _percent(share) if share > 0 else "nothing"
+
+
 def _percent(share: float) -> str:
     if share in (0.0, 1.0):
         return f"{100 * share:.0f} %"
@@ -200,12 +220,16 @@ def _judged(j: Judgement) -> str:
         f"{j.output}: rms error {j.rms:.2e}, expected {j.expected:.2e}; "
         f"{j.outside} of {j.checked} elements beyond the bound"
     )
-    if j.outside and j.rows is not None:
-        return (
-            f"{head} (rows {j.rows[0]} to {j.rows[1]}), at worst {j.worst:.3g} times at ({place})."
-        )
+    if j.outside and j.rows is not None and j.heads is not None:
+        seen = f"{_span('row', j.rows)} of {_span('head', j.heads)}"
+        return f"{head} ({seen}), at worst {j.worst:.3g} times at ({place})."
     more = f", {j.unlikely} beyond what independent roundings reach" if j.unlikely else ""
     return f"{head}{more}, at most {j.worst:.2f} of it at ({place})."
+
+
+def _span(what: str, ends: tuple[int, int]) -> str:
+    first, last = ends
+    return f"{what} {first}" if first == last else f"{what}s {first} to {last}"
 
 
 def blocks(ratio: F64, rows: int = 96, columns: int = 48) -> F64:
