@@ -97,6 +97,10 @@ def _constant(value: float) -> Any:
     return lambda scale, d: value
 
 
+def _mean(dq: Array, dk: Array, dv: Array, scale: float, group: int) -> Any:
+    return dq, dk / group, dv / group
+
+
 def bugs() -> Iterator[Bug]:
     """All planted bugs."""
     M = Mistakes
@@ -113,6 +117,10 @@ def bugs() -> Iterator[Bug]:
     yield Bug("square root of the scale", "0.2", SCALED, M(scale=lambda s, d: s**0.5))
     yield Bug("base of the exponential", "2^s", CAUSAL, M(exp=float(np.log(2))))
     yield Bug("base of the exponential", "exp(s log2 e)", CAUSAL, M(exp=1 / float(np.log(2))))
+    yield Bug("scale wrong by a factor", "1.02", CAUSAL, M(scale=lambda s, d: 1.02 * s))
+    yield Bug("scale wrong by a factor", "0.97", FULL, M(scale=lambda s, d: 0.97 * s))
+    yield Bug("output times a constant", "1 + 2^-7", CAUSAL, M(gain=1 + 2**-7))
+    yield Bug("output times a constant", "0.98", FULL, M(gain=0.98))
     yield Bug("mask dropped", "causal", CAUSAL, M(see=lambda i, j, m: np.ones_like(m)))
     yield Bug("mask dropped", "window", WINDOW, M(see=_causal(0)))
     yield Bug("mask not asked for", "bottom-right", FULL, M(see=_causal(0)))
@@ -160,6 +168,9 @@ def bugs() -> Iterator[Bug]:
     uncapped = M(cap=lambda cap, scale: (None, scale))
     yield Bug("softcap missing", "5", CAPPED, uncapped)
     yield Bug("softcap missing", "3", TIGHT, uncapped)
+    other_cap = M(cap=lambda cap, scale: (cap * 1.2, scale))
+    yield Bug("another softcap", "6 for 5", CAPPED, other_cap)
+    yield Bug("another softcap", "3.6 for 3", TIGHT, other_cap)
     yield Bug("softcap after the mask", "5", CAPPED, M(hidden=-5.0))
     yield Bug("softcap after the mask", "3", TIGHT, M(hidden=-3.0))
     yield Bug("softcap of the wrong scores", "raw", CAPPED, M(cap=lambda cap, scale: (cap, 1.0)))
@@ -200,6 +211,12 @@ def bugs() -> Iterator[Bug]:
         ("one head of a group", M(every=False), (CAUSAL, FULL)),
         ("slope of the softcap missing", M(slope=False), (CAPPED, TIGHT)),
         ("dV from dS", M(dv_from_ds=True), (CAUSAL, FULL)),
+        ("wrong sign", M(moved=lambda q, k, v, s, n: (q, -k, v)), (CAUSAL, FULL)),
+        ("one gradient's scale", M(moved=lambda q, k, v, s, n: (q / s, k, v)), (CAUSAL, NARROW)),
+        ("dK and dV swapped", M(moved=lambda q, k, v, s, n: (q, v, k)), (CAUSAL, FULL)),
+        ("mean over a group for its sum", M(moved=_mean), (CAUSAL, FULL)),
+        ("a gradient times a constant", M(moved=lambda q, k, v, s, n: (q, k, 1.1 * v)), (FULL,)),
+        ("dK and dV summed up in half precision", M(sums=16), (FULL,)),
     ):
         for setting in settings:
             word = ", ".join(f"{n}={x}" for n, x in setting.masks) or "full"

@@ -29,7 +29,9 @@ class Mistakes:
     H on H_kv. pad: zero keys counted. weight: factor of P per key. rescale: which of O and l are
     rescaled. divide: how often. p: format of P, p_after: of the divided P. inputs: formats of q, k,
     v. drop: dropout rate. lse: (lse, max, log l) to the result. Backward: delta factor, power of
-    the scale, masked, every (head of a group counted), slope, dv_from_ds.
+    the scale, masked, every (head of a group counted), slope, dv_from_ds, moved: (dq, dk, dv,
+    scale, heads of a group) to the results, sums: queries after which dk and dv round to the format
+    (0: never). gain: factor of the output.
     tile: keys a tile.
     """
 
@@ -57,6 +59,11 @@ class Mistakes:
     every: bool = True
     slope: bool = True
     dv_from_ds: bool = False
+    moved: Callable[[Array, Array, Array, float, int], tuple[Array, Array, Array]] = (
+        lambda dq, dk, dv, scale, group: (dq, dk, dv)
+    )
+    sums: int = 0
+    gain: float = 1.0
     tile: int = 64
 
 
@@ -146,6 +153,7 @@ def head(
     with np.errstate(all="ignore"):
         total = np.where(of_l > 0, of_l, F32(1))
         out = of_o / total[:, None] ** m.divide if m.divide else of_o
+        out = out * F32(m.gain)
         log = np.log(total)
         lse = np.where(of_l > 0, m.lse(base + log, base, log), F32(-np.inf))
         full = np.where(seen, np.exp(s - (base + log)[:, None]), F32(0))
@@ -203,6 +211,12 @@ def backward(
         with np.errstate(all="ignore"):
             dq[h] = half_ds @ wide_k[g] * by
             if m.every or h % group == group - 1:
-                dk[g] += half_ds.T @ wide_q[h] * by
-                dv[g] += (half_ds if m.dv_from_ds else half_p).T @ do
+                step = m.sums or q.shape[1]
+                for start in range(0, q.shape[1], step):
+                    part = slice(start, start + step)
+                    dk[g] += half_ds[part].T @ wide_q[h, part] * by
+                    dv[g] += (half_ds if m.dv_from_ds else half_p)[part].T @ do[part]
+                    if m.sums:
+                        dk[g], dv[g] = to(dk[g], fmt), to(dv[g], fmt)
+    dq, dk, dv = m.moved(dq, dk, dv, scale, group)
     return tuple(to(x, fmt).astype(q.dtype) for x in (dq, dk, dv))  # type: ignore[return-value]

@@ -418,7 +418,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
 def _said_explain(args: argparse.Namespace, command: str) -> Said:
     from cuflash import explain
 
-    return Said(explain.run(args, command))
+    return Said(*explain.run(args, command))
 
 
 COMMANDS: dict[str, Command] = {

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from cuflash import cache, compiler
-from emulation.report.text import install
+from cuflash import cache, compiler, planner
+from emulation.report.text import install, printable
 
 COMPUTE_CAPABILITY = (75, 76)
 """CUdevice_attribute numbers of its major and minor part."""
@@ -89,6 +89,18 @@ def _cuflash() -> Iterator[Finding]:
     else:
         reinstall = "python -m pip install --force-reinstall --no-deps ."
         yield Finding("CUDA sources", "missing", f"none at {root}", reinstall)
+
+
+def _kernels() -> Iterator[Finding]:
+    """Only where something is set; every call on a GPU refuses what is no choice."""
+    try:
+        chosen = planner.chosen_kernels()
+    except ValueError as error:
+        text = printable(str(error).partition(": ")[2], 160)
+        yield Finding("CUFLASH_KERNELS", "missing", text, "unset CUFLASH_KERNELS")
+        return
+    if chosen:
+        yield Finding("CUFLASH_KERNELS", "ok", f"{chosen}: the portable kernels alone")
 
 
 def _nvrtc() -> Iterator[Finding]:
@@ -226,6 +238,7 @@ def _optional(module: str, distribution: str, extra: str) -> Callable[[], Iterat
 CHECKS: dict[str, Callable[[], Iterator[Finding]]] = {
     "Python": _python,
     "cuflash": _cuflash,
+    "CUFLASH_KERNELS": _kernels,
     "NVRTC": _nvrtc,
     "CuPy": _cupy,
     "driver": _driver,

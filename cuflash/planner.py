@@ -75,10 +75,15 @@ def portable_only() -> bool:
 
     Read once a process. Raises ValueError for a name that is no choice.
     """
+    return chosen_kernels() == "sm80"
+
+
+def chosen_kernels() -> str:
+    """CUFLASH_KERNELS as it is now, "" where not set. Raises ValueError for what is no choice."""
     chosen = os.environ.get("CUFLASH_KERNELS", "")
     if chosen not in ("", "sm80"):
         raise ValueError(f"CUFLASH_KERNELS: got {chosen!r}, must be 'sm80' or not set")
-    return chosen == "sm80"
+    return chosen
 
 
 def family_of(arch: str, dtype: str, numerics: Numerics) -> str:

@@ -142,3 +142,18 @@ def test_cache_is_counted(tmp_path: Path) -> None:
     (tmp_path / "cache" / "a.cubin").write_bytes(bytes(2_000_000))
     found = {f.name: f for f in doctor.examine()}["cache"]
     assert found.text == f"{tmp_path / 'cache'}, mode 0700, 1 kernels, 2.0 MB"
+
+
+def test_chosen_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUFLASH_KERNELS is shown where it is set, and missing where every call would refuse it."""
+
+    def found() -> list[Finding]:
+        return [f for f in doctor.examine() if f.name == "CUFLASH_KERNELS"]
+
+    monkeypatch.delenv("CUFLASH_KERNELS", raising=False)
+    assert found() == []
+    monkeypatch.setenv("CUFLASH_KERNELS", "sm80")
+    assert found() == [Finding("CUFLASH_KERNELS", "ok", "sm80: the portable kernels alone")]
+    monkeypatch.setenv("CUFLASH_KERNELS", "foo")
+    text, mend = "got 'foo', must be 'sm80' or not set", "unset CUFLASH_KERNELS"
+    assert found() == [Finding("CUFLASH_KERNELS", "missing", text, mend)]

@@ -7,9 +7,9 @@ import math
 
 import numpy as np
 
-from emulation.explain import fit
+from emulation.explain import fit, fitted, slopes
 from emulation.explain.case import Case
-from emulation.explain.exact import F64, Index
+from emulation.explain.exact import F64, NOTHING, Index
 from emulation.explain.fit import Match, Observed
 from emulation.explain.verdict import Judgement
 from emulation.formats import FORMATS
@@ -18,6 +18,10 @@ from emulation.problem import Array
 #: Of the suspects that look best on some rows, so many are compared on all close rows.
 KEPT = 8
 DROPOUT, HALF = "dropout left on", "all state in half precision"
+#: Mean square of z of dv beyond what known correct kernels leave (1.28, bench/results).
+LARGE = 1.3
+SUMS = "backward: dK and dV summed up in half precision"
+FACTOR = "backward: a gradient times a constant"
 COARSE = "P rounded to another format before normalisation"
 
 Found = tuple[Match | None, tuple[str, ...], tuple[Match, ...]]
@@ -32,13 +36,36 @@ def random_errors(
     near = case.near(close)
     found = []
     if not lse_wrong:
-        found = [fit.noise(seen, DROPOUT, near.spread / unit(case.problem.dtype))]
+        found = [fit.noise(seen, DROPOUT, near.spread / unit(case.problem.dtype), everywhere=True)]
     found += [fit.noise(seen, HALF, near.half)]
     for fmt, sigma in near.coarse.items():
         found.append(fit.noise(seen, COARSE, sigma, fmt))
     limits = {DROPOUT: (0.09, 3.0), HALF: (0.3, 4.0), COARSE: (0.6, 1.7)}
     good = [n for n in found if n is not None and limits[n.name][0] < n.size < limits[n.name][1]]
     return max(good, key=lambda n: n.score, default=None)
+
+
+def accumulated(
+    case: Case, seen: dict[str, Observed], dout: Array, bad: list[str]
+) -> fit.Noise | None:
+    """Whether the wrong ones of dk and dv err everywhere as sums kept in the format do."""
+    if case.problem.dtype == "float32" or not bad or "dq" in bad:
+        return None
+    # The bulk of the error must be too large, not only what is beyond the bound.
+    inside = {n: np.where(seen[n].outside, seen[n].exact, seen[n].out) for n in bad}
+    if any(fit.chi_square(inside[n] - seen[n].exact, seen[n].sigma) < LARGE for n in bad):
+        return None
+    sigmas = slopes.accumulated(case.problem, dout.astype(np.float64))
+    found = []
+    for step in sigmas["dv"]:
+        parts = [
+            fit.noise(seen[n], SUMS, np.hypot(sigmas[n][step], seen[n].sigma), str(step))
+            for n in bad
+        ]
+        if all(x is not None and 0.4 < x.size < 2.5 for x in parts):
+            found.append(max((x for x in parts if x is not None), key=lambda x: x.score))
+    best = max(found, key=lambda n: n.score, default=None)
+    return None if best is None else dataclasses.replace(best, variant=case.problem.dtype)
 
 
 def unit(dtype: str) -> float:
@@ -57,7 +84,9 @@ def _fields(seen: Observed) -> tuple[F64, F64, F64, F64]:
     return seen.out, seen.exact, seen.sigma, seen.bound
 
 
-def of_forward(case: Case, seen: Observed, out: Array, close: Index, judged: Judgement) -> Found:
+def of_forward(
+    case: Case, seen: Observed, out: Array, close: Index, judged: Judgement, models: list[F64]
+) -> Found:
     """The suspect that fits best, others that are the same computation here, and the runners-up."""
     first = case.first_rows(close)
     keep = np.isfinite(out[:, case.rows[first]].astype(np.float64)).all(axis=(0, 2))
@@ -76,7 +105,7 @@ def of_forward(case: Case, seen: Observed, out: Array, close: Index, judged: Jud
     best += [m for m in matches.values() if m.significant and m not in best][:KEPT]
     if len(first) < len(close):
         best = _on_close(case, best, seen, out, close)
-    return _chosen(best, judged.wrong)
+    return _chosen(best + fitted.of_forward(case, seen, close, models), judged.wrong)
 
 
 def _on_close(
@@ -96,24 +125,29 @@ def _on_close(
     return fit.ranked(found)
 
 
+#: Shares that a suspect must explain of the error, and of the elements beyond the bound.
+MOST, NEARLY = 0.5, 0.9
+
+
 def _chosen(best: list[Match], wrong: bool) -> Found:
     """A suspect counts if it leaves only rounding, its difference standing whole in the error; and,
-    where rounding is excluded, if it leaves only rounding or explains half.
+    where rounding is excluded, if it explains half. Of elements beyond the bound it must leave few.
     """
 
     def counts(m: Match) -> bool:
-        if m.significant and m.fits and m.explained > 0:
+        if m.significant and m.fits and m.explained > 0 and m.inside >= NEARLY:
             return True
-        return wrong and (m.fits or m.explained >= 0.5)
+        return wrong and m.explained >= MOST and not (m.fits and m.inside < NEARLY)
 
     good = [m for m in best if counts(m)]
     if not good:
-        return None, (), tuple(best[:5])
+        return None, (), tuple(fit.ranked(best)[:5])
     fitting = [m for m in good if m.fits]
-    top = max(fitting, key=lambda m: m.score) if fitting else good[0]
+    top = max(fitting, key=lambda m: m.score) if fitting else fit.ranked(good)[0]
     alike = [m for m in best if m is not top and fit.same_result(top, m)]
     same = tuple(dict.fromkeys(f"{m.name} ({m.variant})" if m.variant else m.name for m in alike))
-    return top, same, tuple(m for m in best if m is not top and m not in alike)[:5]
+    others = fit.ranked(m for m in best if m is not top and m not in alike)
+    return top, same, tuple(others[:5])
 
 
 def of_lse(case: Case, lse: Array, close: Index, judged: Judgement) -> Found:
@@ -154,7 +188,10 @@ def of_gradients(case: Case, seen: dict[str, Observed], dout: Array, wrong: bool
         for name, word, change in case.suspects(of):
             if change.out is not None or change.tiles is not None or change.state is not None:
                 continue
-            theirs = case.gradient(name, word, change, dout)
+            if change.gradients is not None:
+                theirs = slopes.moved(case.gradient("", "", NOTHING, dout), change, case.problem)
+            else:
+                theirs = case.gradient(name, word, change, dout)
             if any(theirs.value[n].shape != x.exact.shape for n, x in seen.items()):
                 continue
             called = name if of == "backward" else f"backward: {name}"
@@ -165,7 +202,16 @@ def of_gradients(case: Case, seen: dict[str, Observed], dout: Array, wrong: bool
             m = _joint(matches, seen, value, theirs.sigma)
             if m is not None:
                 found.append(m)
-    return _chosen(fit.ranked(found)[: 2 * KEPT], wrong)
+    best = fit.ranked(found)[: 2 * KEPT]
+    chosen = _chosen(best, wrong)
+    if not wrong or (chosen[0] is not None and chosen[0].fits):
+        return chosen
+    for name, word, value, sigma in slopes.factors(seen):
+        one = fit.match(seen[name], FACTOR, word, value[name], sigma[name])
+        m = _joint([one], seen, value, sigma)
+        if m is not None and (m.fits or chosen[0] is None):
+            best.append(m)
+    return _chosen(best, wrong)
 
 
 def _joint(

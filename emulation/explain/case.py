@@ -5,6 +5,7 @@ Each is computed once and kept, so that many outputs of one problem can be judge
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -37,8 +38,9 @@ WHOLE, WHOLE_GPU = 1 << 27, 1 << 33
 CLOSE = 1 << 19
 #: Scores of the rows on which suspects are sorted out first.
 FIRST = 1 << 16
-#: Scores up to which gradients are judged.
-GRADIENTS = 1 << 22
+#: Scores up to which the gradients of all heads are judged (some 20 s), and those that the queries
+#: of one key head may have: its dK and dV need all of them.
+GRADIENTS, GRADIENTS_OF_ONE = 1 << 22, 1 << 24
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,6 +153,32 @@ class Case:
         return self._theirs[key]
 
     # -- gradients
+
+    @functools.cached_property
+    def graded(self) -> Index:
+        """The key heads whose gradients are judged: all, or as many as time allows, spread evenly.
+
+        Raises ValueError where one alone is too large.
+        """
+        kv = int(self.problem.k.shape[0])
+        one = self.scores // kv
+        if one > GRADIENTS_OF_ONE:
+            raise ValueError(
+                f"grads: {one} scores of one key head, must be at most {GRADIENTS_OF_ONE} to be "
+                "judged"
+            )
+        count = min(kv, max(1, GRADIENTS // one))
+        return np.unique(np.linspace(0, kv - 1, count).astype(np.int64))
+
+    def part(self, kv_heads: Index) -> tuple[Case, Index]:
+        """The case of these key heads and of the query heads that read them, and the latter."""
+        p = self.problem
+        heads = (kv_heads[:, None] * p.group + np.arange(p.group)).ravel()
+        problem = dataclasses.replace(
+            p, q=p.q[heads], k=p.k[kv_heads], v=p.v[kv_heads], lead=(len(heads),),
+            kv_lead=(len(kv_heads),),
+        )  # fmt: skip
+        return Case(problem, self.plan, self.close, self.xp), heads
 
     def gradient(self, name: str, word: str, change: Change, dout: Array) -> Slopes:
         key = (name, word, dout.tobytes())

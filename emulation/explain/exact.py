@@ -57,7 +57,8 @@ class Change:
     sum divides it, as P V sees it. tiles: (keys a tile, ascending, what is not rescaled: "O", "l",
     "both"). divided: how often the sum divides O. prob: P after the division. state: the format
     that every step rounds to. out: O (H, N_q, D_v) of all rows, moved or scaled. lse: (L, max of
-    the scores) (H, R) each. backward: names of steps that the gradients get wrong.
+    the scores) (H, R) each. backward: names of steps that the gradients get wrong. gradients: right
+    ones, by name, to what became of them.
     """
 
     inputs: Callable[[Problem], Problem] | None = None
@@ -75,6 +76,7 @@ class Change:
     out: Callable[[F64, Problem], F64] | None = None
     lse: Callable[[F64, F64], F64] | None = None
     backward: frozenset[str] = frozenset()
+    gradients: Callable[[dict[str, F64], Problem], dict[str, F64]] | None = None
 
 
 NOTHING = Change()

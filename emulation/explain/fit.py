@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from emulation.explain.exact import F64
+from emulation.explain.exact import F64, Mask
 
 #: Mean square of z up to which an error is what rounding is expected to leave: twice the expected
 #: rms error. Known kernels lie between 0.2 and 1.1 on every kind of input (bench/results).
@@ -66,7 +66,7 @@ class Observed:
     bound: F64
 
     @property
-    def outside(self) -> F64:
+    def outside(self) -> Mask:
         return np.asarray(~(np.abs(self.out - self.exact) <= self.bound))
 
 
@@ -122,18 +122,35 @@ def match(seen: Observed, name: str, variant: str, theirs: F64, sigma: F64) -> M
     )
 
 
-def _deviation(along: F64, energy: F64, a: float, axis: int) -> float:
+def spread(along: F64, energy: F64, a: float, axis: int) -> tuple[float, float]:
     """Standard error of a = sum(along) / sum(energy) if what lies along an axis hangs together: the
-    columns of a row, or (weights alike in all rows) the rows of a column. inf of fewer than two
-    such groups.
+    columns of a row, or (weights alike in all rows) the rows of a column; and how many independent
+    groups that leaves. inf of fewer than two such groups.
     """
     along, energy = (x.sum(axis=axis) for x in (along, energy))
     size = float(energy.sum())
     groups = size**2 / float(np.sum(energy * energy))
     if not groups > 2.0:
-        return np.inf
-    spread = float(np.sqrt(np.sum((along - a * energy) ** 2))) / size
-    return spread * float(np.sqrt(groups / (groups - 1.0)))
+        return np.inf, groups
+    rest = float(np.sqrt(np.sum((along - a * energy) ** 2))) / size
+    return rest * float(np.sqrt(groups / (groups - 1.0))), groups
+
+
+def _deviation(along: F64, energy: F64, a: float, axis: int) -> float:
+    return spread(along, energy, a, axis)[0]
+
+
+def sure(excess: float, deviation: float, groups: float, level: float = SIGNIFICANT) -> bool:
+    """Whether a number found with this standard error, itself estimated of so many groups, stands
+    out as far as `level` known standard errors do: the likelihood ratio of Student's t.
+
+    >>> sure(9.0, 1.0, 1000), sure(9.0, 1.0, 5), sure(9.0, 0.0, 5)
+    (True, False, False)
+    """
+    if not (groups > 2.0 and 0 < deviation < np.inf):
+        return False
+    ratio = 0.5 * groups * np.log1p((excess / deviation) ** 2 / (groups - 1.0))
+    return bool(ratio >= level**2 / 2)
 
 
 def ranked(found: Iterable[Match | None]) -> list[Match]:
@@ -162,25 +179,75 @@ class Bias:
 
 #: A bias must be this large in sigma, and stand out by this many standard errors.
 BIASED, SURE = 0.15, 8.0
+#: Standard errors, taken over columns, that go with the rows'.
+NOTED = 3.0
+#: So many rows all err one way by chance less than once in 10^12, whatever their distribution:
+#: 2^(1 - n) <= 1e-12.
+LEAST = 41
 
 
 def bias(seen: Observed) -> Bias | None:
-    """The larger of the mean of z and of z sign(exact), if it is one."""
-    with np.errstate(all="ignore"):
-        z = np.where(seen.sigma > 0, (seen.out - seen.exact) / seen.sigma, 0.0)
+    """The larger of the mean of z and of z sign(exact), if it is one.
+
+    Rows are the evidence, equal ones counting once: below `LEAST` there is none. Where weights are
+    alike in all rows, so are their errors, and many rows say what one does: columns must lean
+    together, too, if less surely (`NOTED`).
+    """
     best = None
-    for what, sign in (("one sign", np.ones_like(z)), ("zero", np.sign(seen.exact))):
-        rows = np.clip(z * sign, -30, 30).mean(axis=-1).ravel()
-        mean = float(rows.mean()) if rows.size else 0.0
-        error = float(rows.std() / np.sqrt(max(1, rows.size))) or 1e-300
-        name = "infinity" if what == "zero" and mean > 0 else what
-        if what == "one sign":
-            name = "one sign (up)" if mean > 0 else "one sign (down)"
-        found = Bias(name, mean, abs(mean) / error)
-        sure = abs(mean) >= BIASED and found.deviations >= SURE
-        if sure and (best is None or abs(mean) > abs(best.mean)):
-            best = found
+    for way in WAYS:
+        z = _leaning(seen.out, seen, way)
+        rows, columns = _means(z, -1), _means(z, 1)
+        different = len(np.unique(rows))
+        if different < LEAST:
+            continue
+        mean = float(rows.mean())
+        error = float(rows.std(ddof=1)) / np.sqrt(different)
+        surely = sure(abs(mean), error, different) and _together(columns, abs(mean), NOTED)
+        if abs(mean) >= BIASED and surely:
+            found = Bias(_towards(way, mean), mean, abs(mean) / error)
+            if best is None or abs(mean) > abs(best.mean):
+                best = found
     return best
+
+
+WAYS = ("one sign", "zero")
+
+
+def _towards(way: str, mean: float) -> str:
+    if way == "zero":
+        return "infinity" if mean > 0 else "zero"
+    return "one sign (up)" if mean > 0 else "one sign (down)"
+
+
+def _leaning(out: F64, seen: Observed, way: str) -> F64:
+    """z, or z sign(exact), clipped."""
+    with np.errstate(all="ignore"):
+        z = np.where(seen.sigma > 0, (out - seen.exact) / seen.sigma, 0.0)
+    return np.asarray(np.clip(z * (np.sign(seen.exact) if way == "zero" else 1.0), -30, 30))
+
+
+def _means(z: F64, axis: int) -> F64:
+    """Means along an axis, where they are finite."""
+    means = z.mean(axis=axis).ravel()
+    return np.asarray(means[np.isfinite(means)])
+
+
+def _together(columns: F64, excess: float, level: float) -> bool:
+    """Whether the columns' mean stands out by their spread."""
+    count = len(np.unique(columns))
+    return count > 2 and sure(excess, float(columns.std(ddof=1)) / np.sqrt(count), count, level)
+
+
+def beyond(found: Bias, seen: Observed, models: list[F64]) -> bool:
+    """Whether a bias is larger than that of every modelled rounding (H, R, D_v), by `BIASED` and by
+    `SURE` standard errors over rows as over columns.
+    """
+    way = "one sign" if "sign" in found.towards else "zero"
+    leans = [0.0, *(float(_means(_leaning(m, seen, way), -1).mean()) for m in models)]
+    excess = max(found.mean - max(leans), min(leans) - found.mean)
+    columns = _means(_leaning(seen.out, seen, way), 1)
+    large = excess >= max(BIASED, SURE * abs(found.mean) / found.deviations)
+    return large and _together(columns, excess, SURE)
 
 
 @dataclass(frozen=True)
@@ -203,10 +270,26 @@ class Noise:
         return odds / (1.0 + odds)
 
 
-def noise(seen: Observed, name: str, sigma: F64, variant: str = "") -> Noise | None:
+#: Mean squares of places, over the whole's, that random errors of one size keep.
+EVEN = 0.2
+
+
+def parts_of(z: F64) -> F64:
+    """Mean squares of each head, of sixths of the rows and of the columns; NaN is left out."""
+    parts = [z[h] for h in range(len(z))] if len(z) > 1 else []
+    parts += np.array_split(z, min(6, z.shape[1]), axis=1)
+    parts += np.array_split(z, min(6, z.shape[2]), axis=2)
+    enough = [p for p in parts if np.isfinite(p).sum() >= 64]
+    return np.array([float(np.nanmean(p * p)) for p in enough])
+
+
+def noise(
+    seen: Observed, name: str, sigma: F64, variant: str = "", everywhere: bool = False
+) -> Noise | None:
     """Whether the error is random with this standard deviation (H, R, D), times one factor.
 
-    As large then for small predictions as for large ones, and 0 on average.
+    As large then for small predictions as for large ones, and 0 on average. everywhere: alike in
+    all heads, rows and columns, too, not some right and others not.
     """
     use = (sigma > 0) & np.isfinite(seen.out)
     if use.sum() < 64:
@@ -219,6 +302,11 @@ def noise(seen: Observed, name: str, sigma: F64, variant: str = "") -> Noise | N
         return None
     if abs(float(z.mean())) > 0.25 * size:
         return None
+    if everywhere:
+        whole = (seen.out - seen.exact) / np.maximum(sigma, 1e-300)
+        places = parts_of(np.where(use, whole, np.nan))
+        if places.size and (places.min() < EVEN * size**2 or places.max() > size**2 / EVEN):
+            return None
     scale = np.maximum(size * sigma[use], 1e-300)
     score = float(-0.5 * np.sum(np.minimum((z / size) ** 2, CLIP)) - np.sum(np.log(scale)))
     return Noise(name, size, min(parts) / max(parts), score, variant)

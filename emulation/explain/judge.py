@@ -1,4 +1,4 @@
-"""`explain`: the verdict on an attention output, from the inputs and the output alone."""
+"""The verdict on an attention output, from a `Case` and the output alone."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from emulation.attribution import explainable
 from emulation.backward import check_dout
-from emulation.explain import accused, fit, roundings
-from emulation.explain.case import CLOSE, GRADIENTS, Case
+from emulation.explain import accused, fit, fitted, keys, roundings
+from emulation.explain import local as local_
+from emulation.explain.case import Case
 from emulation.explain.exact import F64, NOTHING, Index
 from emulation.explain.fit import Observed
 from emulation.explain.verdict import KINDS, Judgement, Verdict, blocks
-from emulation.plan import Plan
-from emulation.problem import Array, Problem, dtype_name
-from emulation.rounding import namespace
+from emulation.problem import Array, dtype_name
 
 Progress = Callable[[str, float], None]
 
@@ -26,84 +24,6 @@ Progress = Callable[[str, float], None]
 ODDS = 1e-12
 NAMES = ("dq", "dk", "dv")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-
-
-def explain(
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    *,
-    lse: Any = None,
-    grads: Any = None,
-    dout: Any = None,
-    scale: float | None = None,
-    causal: Any = False,
-    window: Any = None,
-    softcap: float | None = None,
-    plan: Plan | None = None,
-    arithmetic: bool = True,
-    unknown: bool = False,
-    sources: bool = True,
-    rows: int | None = None,
-    progress: Progress | None = None,
-) -> Verdict:
-    """Rounding, biased rounding, or another computation: what is to be said of an attention output.
-
-    q (..., N_q, D), k, v and masks as in `flash`; out (..., N_q, D_v), lse (..., N_q) natural
-    logarithm, grads: (dq, dk, dv) or a mapping of some of these names, for dout. Formats float16,
-    bfloat16, float32 (outputs may be float64); NumPy or CuPy arrays: of q on a GPU every row's
-    exact value is computed there. plan: whose bounds are claimed; None is any correct kernel that
-    keeps fp32 between its steps. arithmetic: say whose arithmetic it is; unknown: also search for
-    an unknown kernel's (a minute). sources: attribute the rounding. rows: how many
-    queries get derived bounds (None: all, or as many as are soon done). NaN and Inf in outputs are
-    findings; in what a query sees they raise ValueError, like whatever is wrong with arguments.
-
-    An element is outside if it is farther from the exact value than any correct kernel can be. A
-    suspect (see `suspects`) is named when what it leaves is rounding, or when the error holds its
-    difference whole, eight standard errors beyond rounding.
-
-    >>> from emulation import flash
-    >>> from emulation.samples import sample
-    >>> q, k, v = sample("normal", n=48, d=16, dtype="bfloat16")
-    >>> out, lse = flash(q, k, v, causal=True)
-    >>> explain(q, k, v, out, lse=lse, causal=True).kind
-    'rounding'
-    >>> explain(q, k, v, out, lse=lse).named
-    'mask not asked for'
-    """
-    xp = namespace(q) if type(q).__module__.split(".")[0] == "cupy" else np
-    q, k, v, out, lse, dout = (on_host(x) for x in (q, k, v, out, lse, dout))
-    if isinstance(grads, Mapping):
-        grads = {n: on_host(x) for n, x in grads.items()}
-    elif grads is not None:
-        grads = tuple(on_host(x) for x in grads)
-    problem = explainable(q, k, v, scale=scale, causal=causal, window=window, softcap=softcap)
-    case = Case(problem, plan, CLOSE if rows is None else _cells(rows, problem), xp)
-    return verdict(
-        case,
-        out,
-        lse=lse,
-        grads=grads,
-        dout=dout,
-        arithmetic=arithmetic,
-        unknown=unknown,
-        sources=sources,
-        progress=progress,
-    )
-
-
-def on_host(x: Any) -> Any:
-    """A CuPy array as a NumPy one; anything else as it is."""
-    return x.get() if type(x).__module__.split(".")[0] == "cupy" else x
-
-
-def _cells(rows: Any, problem: Problem) -> int:
-    if isinstance(rows, bool) or not isinstance(rows, int | np.integer):
-        raise TypeError(f"rows: got {rows!r}, must be an integer >= 1 or None")
-    if rows < 1:
-        raise ValueError(f"rows: got {rows}, must be an integer >= 1 or None")
-    return int(rows) * problem.heads * problem.n_k
 
 
 def verdict(
@@ -125,15 +45,18 @@ def verdict(
     flat_lse = None
     if lse is not None:
         flat_lse = _checked("lse", lse, shape[:-1]).reshape(problem.heads, problem.n_q)
-    flat_dout, flat_grads = _gradients(case, grads, dout)
+    flat_dout, flat_grads = checked_gradients(case, grads, dout)
     report = progress or (lambda step, fraction: None)
     report("exact values", 0.0)
     close = case.close_rows(flat_out)
     report("bounds", 0.4)
     judgements, seen = _judge_forward(case, flat_out, flat_lse, close)
     report("suspects", 0.6)
-    best, same, others = accused.of_forward(case, seen, flat_out, close, judgements["out"])
+    models = fitted.modelled(case, close)
+    best, same, others = accused.of_forward(case, seen, flat_out, close, judgements["out"], models)
     place = "out"
+    local: str | None = None
+    drop: fit.Noise | None = None
     wrong = judgements["out"].wrong
     found = best is not None
     if flat_lse is not None and not found and not wrong:
@@ -141,6 +64,8 @@ def verdict(
         place = "lse"
         wrong = judgements["lse"].wrong
         found = best is not None
+        if wrong and not found:
+            local = _local_lse(case, flat_lse, close)
     if flat_grads and flat_dout is not None and not found:
         graded, gradient = _judge_gradients(case, flat_grads, flat_dout)
         judgements |= graded
@@ -150,11 +75,17 @@ def verdict(
             place = "the gradients" if best is not None else "out"
             wrong = bool(bad)
             found = best is not None
-    drop = None
-    if judgements["out"].wrong and (best is None or not (best.fits or best.explained > 0.9)):
+            if best is None or not best.fits:
+                drop = accused.accumulated(case, gradient, flat_dout, bad)
+                local = _local_gradients(gradient, bad) if drop is None else None
+                best = best if local is None and drop is None else None
+    if judgements["out"].wrong and (best is None or not best.fits):
         off = flat_lse is not None and judgements["lse"].wrong
-        drop = accused.random_errors(case, accused.finite(seen), close, off)
-        best = None if drop is not None else best
+        local, drop = _not_a_step(case, seen, close, off, best)
+        best = best if local is None and drop is None else None
+    biased = None if wrong or found else fit.bias(seen)
+    if biased is not None and fit.beyond(biased, seen, models):
+        wrong, local = True, "The error leans by more than any modelled rounding does."
     kind = KINDS[2] if wrong or found else KINDS[0]
     facts = {
         "rows": len(case.rows), "close": len(close), "dtype": problem.dtype,
@@ -162,7 +93,7 @@ def verdict(
     }  # fmt: skip
     result = Verdict(
         kind, judgements, best if kind == KINDS[2] else None, place, same, others, drop,
-        notes=_notes(case, judgements, flat_out, close), facts=facts,
+        local=local, bias=biased, notes=_notes(case, judgements, flat_out, close), facts=facts,
     )  # fmt: skip
     if kind == KINDS[2]:
         return result
@@ -171,18 +102,62 @@ def verdict(
         result = dataclasses.replace(
             result, kernels=roundings.kernels(case, flat_out, flat_lse, unknown)
         )
-    biased = fit.bias(seen)
     if sources:
         result = roundings.with_sources(case, result, biased)
     if biased is not None:
         result = dataclasses.replace(
             result,
             kind=KINDS[1],
-            bias=biased,
             notes=(*result.notes, *roundings.bias_notes(case, close)),
         )
     report("done", 1.0)
     return result
+
+
+def _not_a_step(
+    case: Case, seen: Observed, close: Index, lse_wrong: bool, best: fit.Match | None
+) -> tuple[str | None, fit.Noise | None]:
+    """What a wrong output is where no suspect fits: a fault of a place, or random errors."""
+    lo, hi = case.problem.band()
+    rows = case.rows[close]
+    text = local_.fault(seen, rows, (hi <= lo)[rows])
+    if text is None:
+        text = local_.moved(seen)
+    if text is not None:
+        return text, None
+    if best is not None and best.explained > 0.9:
+        return None, None
+    whole = accused.finite(seen)
+    count = keys.counted(case, whole, close)
+    if count.text is not None:
+        return count.text, None
+    drop = accused.random_errors(case, whole, close, lse_wrong)
+    # Weights thrown away at random are not the same keys in every row.
+    return None, drop if count.explained < 0.5 else None
+
+
+def _local_lse(case: Case, lse: Array, close: Index) -> str | None:
+    """A fault of a place in the LSE; its roundings hang together, so that the bound is the unit."""
+    rows = case.rows[close]
+    bound, hidden = case.bounds(close)[1], np.isneginf(case.near(close).lse)
+    exact = np.where(hidden, 0.0, case.near(close).lse)
+    theirs = lse[:, rows].astype(np.float64)
+    theirs = np.where(hidden & np.isinf(theirs), 0.0, theirs)
+    seen = Observed(*(x[..., None] for x in (theirs, exact, bound, bound)))
+    return local_.fault(seen, rows, np.logical_and.reduce(hidden, axis=0), "lse")
+
+
+def _local_gradients(seen: dict[str, Observed], bad: list[str]) -> str | None:
+    """Faults of a place in every gradient that is wrong."""
+    found = []
+    for name in bad:
+        x = seen[name]
+        nobody = np.zeros(x.exact.shape[1], bool)
+        text = local_.fault(x, np.arange(x.exact.shape[1]), nobody, name)
+        if text is None:
+            return None
+        found.append(text)
+    return " ".join(found) or None
 
 
 def _checked(name: str, x: Any, shape: tuple[int, ...]) -> Array:
@@ -195,15 +170,13 @@ def _checked(name: str, x: Any, shape: tuple[int, ...]) -> Array:
     return np.asarray(x)
 
 
-def _gradients(case: Case, grads: Any, dout: Any) -> tuple[Array | None, dict[str, Array]]:
+def checked_gradients(case: Case, grads: Any, dout: Any) -> tuple[Array | None, dict[str, Array]]:
     """dout and the gradients, heads flattened."""
     problem = case.problem
     if grads is None:
         return None, {}
     if dout is None:
         raise ValueError("grads: given without dout, must come with it")
-    if case.scores > GRADIENTS:
-        raise ValueError(f"grads: {case.scores} scores, must be at most {GRADIENTS} to be judged")
     flat, _ = check_dout(problem, dout)
     pairs = grads if isinstance(grads, Mapping) else dict(zip(NAMES, grads, strict=True))
     for name in pairs:
@@ -235,7 +208,7 @@ def judge(
         unlikely = ~(np.abs(error) <= likely) & ~outside
     at = np.unravel_index(int(np.argmax(ratio)), ratio.shape)
     where = (int(at[0]), int(rows[at[1]]), *(int(i) for i in at[2:]))
-    bad = rows[outside.any(axis=(0, 2))]
+    bad, heads = rows[outside.any(axis=(0, 2))], np.flatnonzero(outside.any(axis=(1, 2)))
     return Judgement(
         output=name,
         size=size,
@@ -249,6 +222,7 @@ def judge(
         allowed=_rms(bound),
         chi=fit.chi_square(error, sigma),
         rows=(int(bad.min()), int(bad.max())) if len(bad) else None,
+        heads=(int(heads.min()), int(heads.max())) if len(heads) else None,
         nonfinite=nonfinite,
         blocks=blocks(np.minimum(ratio, 1e6)),
     )

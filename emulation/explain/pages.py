@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from emulation.explain.verdict import Verdict
+from emulation.explain.fit import Match
+from emulation.explain.verdict import Verdict, explained
 from emulation.report.json_report import plain, versions
 from emulation.report.style import STYLE
 from emulation.report.text import flatten, number, percent, printable
@@ -43,14 +44,18 @@ def judgements(verdict: Verdict) -> Table:
 
 
 def candidates(verdict: Verdict) -> Table:
-    """Computations that were compared, the best first."""
+    """Computations that were compared, the best first; of rounding there is none to find."""
     head = ("computation", "which", "explains", "remaining, of the expected error", "of the bound")
-    found = [m for m in (verdict.suspect, *verdict.others) if m is not None]
     rows = [
-        [m.name, m.variant, percent(m.explained), number(m.remaining), number(m.of_bound)]
-        for m in found
+        [m.name, m.variant, explained(m.explained), number(m.remaining), number(m.of_bound)]
+        for m in _compared(verdict)
     ]
     return head, rows
+
+
+def _compared(verdict: Verdict) -> list[Match]:
+    found = () if verdict.is_rounding else (verdict.suspect, *verdict.others)
+    return [m for m in found if m is not None]
 
 
 def arithmetic(verdict: Verdict) -> Table:
@@ -126,9 +131,8 @@ def to_json(
             name: {n: x for n, x in vars(j).items() if n != "blocks"}
             for name, j in verdict.judgements.items()
         },
-        "candidates": [
-            vars(m) for m in (verdict.suspect, *verdict.others) if m is not None
-        ],
+        "candidates": [vars(m) for m in _compared(verdict)],
+        "fault": verdict.local,
         "noise": None if verdict.noise is None else vars(verdict.noise),
         "bias": None if verdict.bias is None else vars(verdict.bias),
         "source": verdict.source,

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from emulation.explain import slopes
 from emulation.explain.exact import F64, Change, Index, Mask, Sight, coarser
 from emulation.formats import FORMATS
 from emulation.oracle.result import numbers
@@ -456,6 +457,7 @@ SUSPECTS: tuple[Suspect, ...] = (
             "dV from dS": lambda p: (
                 {"": Change(backward=frozenset({"dv from dS"}))}
             ),
+            **slopes.MOVED,
         }.items()
     ),
 )  # fmt: skip

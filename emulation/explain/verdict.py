@@ -22,8 +22,8 @@ class Judgement:
     and `unlikely` beyond what independent roundings reach once in 10^12 such outputs. worst: the
     largest |error| / bound, at `where`. rms, expected: root mean square of the error, and the one
     that rounding leads one to expect. allowed: rms of the bound. chi: mean square of the error in
-    units of its expectation, element by element. rows: first and last row with an element outside.
-    nonfinite: NaN and infinities where the exact value is finite. blocks: the largest
+    units of its expectation, element by element. rows, heads: first and last with an element
+    outside. nonfinite: NaN and infinities where the exact value is finite. blocks: the largest
     |error| / bound of blocks of rows and columns.
     """
 
@@ -39,8 +39,9 @@ class Judgement:
     allowed: float
     chi: float
     rows: tuple[int, int] | None
+    heads: tuple[int, int] | None
     nonfinite: int
-    blocks: F64
+    blocks: F64 = field(repr=False)
 
     @property
     def wrong(self) -> bool:
@@ -51,15 +52,15 @@ class Judgement:
         return bool(self.outside or self.nonfinite or self.unlikely or large)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Verdict:
     """What is to be said of an attention output.
 
     kind: one of `KINDS`. judgements: by output. suspect: the computation that fits, if rounding
     does not (`where_seen`: in which output), others: what fits less well. noise: random errors that
     are not rounding in the claimed formats. source: group of roundings that dominates, with the
-    shares of all. bias: with the source that makes it. kernels: whose arithmetic reproduces how
-    many bits, best first.
+    shares of all. local: a fault of a place, in words. bias: with the source that makes it.
+    kernels: whose arithmetic reproduces how many bits, best first.
     """
 
     kind: str
@@ -69,6 +70,7 @@ class Verdict:
     same: tuple[str, ...] = ()
     others: tuple[Match, ...] = ()
     noise: Noise | None = None
+    local: str | None = None
     source: str | None = None
     shares: dict[str, float] = field(default_factory=dict)
     bias: Bias | None = None
@@ -88,6 +90,16 @@ class Verdict:
             return self.suspect.name
         return self.noise.name if self.noise is not None else None
 
+    def __repr__(self) -> str:
+        """One line, with how many elements are beyond the bound; str() says all."""
+        named = f": {self.named}" if self.named else ""
+        counts = [
+            f"{j.output} {j.outside} of {j.checked}"
+            for j in self.judgements.values()
+            if j.outside or j.output == "out"
+        ]
+        return f"<Verdict: {self.kind}{named}; beyond: {', '.join(counts)}>"
+
     def __str__(self) -> str:
         return " ".join(self.sentences())
 
@@ -103,7 +115,7 @@ class Verdict:
         if self.bias is not None:
             said.append(
                 f"The error leans toward {self.bias.towards}: on average {abs(self.bias.mean):.2f} "
-                f"of its expected size, {self.bias.deviations:.0f} standard errors from none"
+                f"of its expected size, {_capped(self.bias.deviations)} standard errors from none"
                 + (f"; it comes from {self.bias_source}." if self.bias_source else ".")
             )
         if self.kernels:
@@ -124,6 +136,8 @@ class Verdict:
         if self.is_rounding:
             return []
         if self.suspect is None:
+            if self.local is not None:
+                return [self.local]
             if self.noise is not None:
                 return [_noisy(self.noise)]
             return ["None of the known suspects fits."]
@@ -138,12 +152,12 @@ class Verdict:
         if m.fits:
             return [
                 f"It is this{place}: {m.name}{word}{also}. That explains "
-                f"{_percent(m.explained)} of the error and {_percent(m.inside)} of the elements "
+                f"{explained(m.explained)} of the error and {_percent(m.inside)} of the elements "
                 f"concerned; {left}."
             ]
         return [
             f"Most like{place}: {m.name}{word}{also}, which explains "
-            f"{_percent(m.explained)} of the error; {left}, so there is more."
+            f"{explained(m.explained)} of the error; {left}, so there is more."
         ]
 
     def to_markdown(self, **options: Any) -> str:
@@ -165,6 +179,10 @@ class Verdict:
         return pages.to_html(self, **options)
 
 
+def _capped(deviations: float) -> str:
+    return "over 100" if deviations > 100 else f"{deviations:.0f}"
+
+
 def _noisy(noise: Noise) -> str:
     told = (
         f"weights thrown away at random, rate {noise.rate:.2f}"
@@ -176,6 +194,15 @@ def _noisy(noise: Noise) -> str:
         f"It looks like this: {noise.name}{word} ({told}); small and large elements agree "
         f"within a factor of {1 / noise.evenness:.1f}."
     )
+
+
+def explained(share: float) -> str:
+    """The share of an error that a suspect takes away, where it takes any.
+
+    >>> explained(0.5), explained(-1024.7)
+    ('50.0 %', 'nothing')
+    """
+    return _percent(share) if share > 0 else "nothing"
 
 
 def _percent(share: float) -> str:
@@ -193,12 +220,16 @@ def _judged(j: Judgement) -> str:
         f"{j.output}: rms error {j.rms:.2e}, expected {j.expected:.2e}; "
         f"{j.outside} of {j.checked} elements beyond the bound"
     )
-    if j.outside and j.rows is not None:
-        return (
-            f"{head} (rows {j.rows[0]} to {j.rows[1]}), at worst {j.worst:.3g} times at ({place})."
-        )
+    if j.outside and j.rows is not None and j.heads is not None:
+        seen = f"{_span('row', j.rows)} of {_span('head', j.heads)}"
+        return f"{head} ({seen}), at worst {j.worst:.3g} times at ({place})."
     more = f", {j.unlikely} beyond what independent roundings reach" if j.unlikely else ""
     return f"{head}{more}, at most {j.worst:.2f} of it at ({place})."
+
+
+def _span(what: str, ends: tuple[int, int]) -> str:
+    first, last = ends
+    return f"{what} {first}" if first == last else f"{what}s {first} to {last}"
 
 
 def blocks(ratio: F64, rows: int = 96, columns: int = 48) -> F64:
