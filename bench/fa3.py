@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import numpy
+
 from bench.timing import Cell, Timer, replays
 
 
@@ -60,8 +62,9 @@ class Backward:
         jax, np = self.jax, self.jax.numpy
         import torch
 
+        half = np.bfloat16 if cell.dtype == torch.bfloat16 else np.float16
         q, k, v, dout = (
-            np.from_dlpack(x.transpose(1, 2).contiguous().view(torch.int16)).view(np.bfloat16)
+            np.from_dlpack(x.transpose(1, 2).contiguous().view(torch.int16)).view(half)
             for x in tensors
         )
         out, lse, run = self.calls(q, k, v, cell.causal)
@@ -84,15 +87,11 @@ class Backward:
         """
         jax, np = self.jax, self.jax.numpy
         shape, half = jax.ShapeDtypeStruct, q.dtype
-        options = {
-            "softmax_scale": 1 / math.sqrt(q.shape[3]),
-            "is_causal": causal,
-            "window_size_left": -1,
-            "window_size_right": -1,
-        }
         given = {
-            name: value if isinstance(value, bool) else _number(value)
-            for name, value in options.items()
+            "softmax_scale": numpy.float64(1 / math.sqrt(q.shape[3])),
+            "is_causal": causal,
+            "window_size_left": numpy.int64(-1),
+            "window_size_right": numpy.int64(-1),
         }
         batch, n, heads, _ = q.shape
         results = (
@@ -107,13 +106,6 @@ class Backward:
         gradients = (shape(q.shape, half), shape(k.shape, half), shape(v.shape, half))
         call = jax.ffi.ffi_call("dew_flash3_mha_bwd", (*gradients, scratch, scratch))
         return out, lse, jax.jit(lambda *x: call(*x, **given)[:3])
-
-
-def _number(value: float) -> Any:
-    """As the library's attributes are typed."""
-    import numpy as np
-
-    return np.float64(value) if isinstance(value, float) else np.int64(value)
 
 
 def backward() -> Backward | None:

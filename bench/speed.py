@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common import timed, write
-from emulation import attribute, flash, oracle
+from emulation import attribute, explain, flash, oracle
 from emulation.samples import sample
 
 
@@ -45,6 +45,10 @@ def main() -> None:
         figure = timed(lambda x=x: flash(*x), rounds)  # type: ignore[misc]
         figure["million_products_per_s"] = 2 * n * n * 64 / figure["median_s"] / 1e6
         figures[f"emulated forward, N={n} D=64"] = figure
+    q, k, v = sample("normal", n=8192, d=128, dtype="bfloat16")
+    out, lse = flash(q, k, v, causal=True)
+    verdict = timed(lambda: explain(q, k, v, out, lse=lse, causal=True), 3)
+    figures["explain, N=8k D=128, causal"] = verdict
     figures["cuflash report (whole command)"] = timed(_report, 3)
     for name, figure in figures.items():
         print(f"{name:46}", "  ".join(f"{key} {value:.3g}" for key, value in figure.items()))

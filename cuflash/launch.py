@@ -53,7 +53,7 @@ def run(
     """
     functions = kernels([(*each.instantiation, each.shared) for each in launches], device)
     stream = cupy().cuda.get_current_stream()
-    if stream.ptr != 0 and stream.is_capturing():  # the null stream cannot be captured
+    if stream.ptr not in (0, 1) and stream.is_capturing():  # the legacy stream cannot be captured
         _captured.extend(x for x in touched if x is not None)
     for function, each, params in zip(functions, launches, structs, strict=True):
         function((each.grid,), (each.threads,), (params,), shared_mem=each.shared)

@@ -148,7 +148,7 @@ class Driver:
         import cupy
 
         cuda: Any = cupy.cuda
-        self.stream = SimpleNamespace(ptr=1, is_capturing=lambda: False)
+        self.stream = SimpleNamespace(ptr=7, is_capturing=lambda: False)
         monkeypatch.setattr(cuda.runtime, "getDevice", lambda: self.device, raising=False)
         monkeypatch.setattr(cuda, "get_current_stream", lambda: self.stream, raising=False)
         monkeypatch.setattr(cupy, "RawModule", self.module, raising=False)
@@ -239,7 +239,7 @@ def test_a_captured_launch_keeps_its_arrays(
     work = np.zeros(3)
     launch((kernel,), (struct,), 0, (work, None))
     assert module._captured == []
-    driver.stream = SimpleNamespace(ptr=1, is_capturing=lambda: True)
+    driver.stream = SimpleNamespace(ptr=7, is_capturing=lambda: True)
     launch((kernel,), (struct,), 0, (work, None))
     assert len(module._captured) == 1
     assert module._captured[0] is work

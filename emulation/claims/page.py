@@ -13,13 +13,12 @@ from typing import Any
 
 from emulation.claims.claim import ClaimResult, Plot, Verdict
 from emulation.report import text
+from emulation.report.document import document
 from emulation.report.json_report import plain, versions
-from emulation.report.style import STYLE
 
 SCHEMA = "cuflash.claims/1"
 """Changes when a reader of the old form would misread the new one."""
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _SIGNS = {
     "holds": "--g-dsr",
     "holds if": "--g-sum",
@@ -182,20 +181,7 @@ def to_html(
     """
     facts = text.flatten({**machine, **versions()})
     pairs = "".join(f'<tr><th scope="row">{_e(n)}</th><td>{_e(v)}</td></tr>' for n, v in facts)
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{_TITLE}</title>
-<style>
-{STYLE}a{{color:inherit}}.measured{{min-width:340px}}</style>
-</head>
-<body>
-<main>
-<header>
+    main = f"""<header>
 <h1>{_TITLE}</h1>
 <p class="lead">An article’s claims about FlashAttention, measured. No verdict is written by hand:
 each follows from the figures by the rule beside it.</p>
@@ -205,8 +191,5 @@ each follows from the figures by the rule beside it.</p>
 <h2>What was computed</h2>
 <div class="card"><table class="pairs"><tbody>{pairs}</tbody></table></div>
 <h2>Make it again</h2><pre><code>{_e(command)}</code></pre>
-<footer>Made by cuflash.</footer>
-</main>
-</body>
-</html>
-"""
+<footer>Made by cuflash.</footer>"""
+    return document(_TITLE, main, "a{color:inherit}.measured{min-width:340px}")

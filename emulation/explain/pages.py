@@ -13,12 +13,11 @@ from typing import Any
 
 from emulation.explain.fit import Match
 from emulation.explain.verdict import Verdict, explained
+from emulation.report.document import document
 from emulation.report.json_report import plain, versions
-from emulation.report.style import STYLE
 from emulation.report.text import flatten, number, percent, printable
 
 SCHEMA = "cuflash.explain/1"
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _TITLES = {
     "rounding": "This is rounding",
     "rounding, but biased": "This is rounding, but biased",
@@ -217,20 +216,7 @@ def to_html(
     again = (
         "" if command is None else f"<h2>Make it again</h2><pre><code>{_e(command)}</code></pre>"
     )
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{_e(title)}</title>
-<style>
-{STYLE}</style>
-</head>
-<body>
-<main>
-<header>
+    main = f"""<header>
 <p class="eyebrow">{_e(source or "attention output")}</p>
 <h1>{_e(title)}</h1>
 <p class="lead">{_e(lead[0].upper() + lead[1:])}.</p>
@@ -243,8 +229,5 @@ def to_html(
 <div class="card"><table class="pairs"><tbody>{pairs}</tbody></table></div>
 {again}
 <footer>Made by cuflash. Bounds are derived, not chosen; a suspect is named by the error itself.
-</footer>
-</main>
-</body>
-</html>
-"""
+</footer>"""
+    return document(title, main)

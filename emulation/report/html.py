@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from emulation.report import text
+from emulation.report.document import document
 from emulation.report.json_report import versions
-from emulation.report.style import STYLE, group_variable
+from emulation.report.style import group_variable
 
 if TYPE_CHECKING:
     from emulation.contributions import Attribution
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _SHARES = (
     "A share is ⟨c, e⟩ / ⟨e, e⟩: how much of the {noun} e the contribution c accounts for. Shares "
     "keep their sign and sum to 100 % with the residual. “Before the cast” is the {noun} "
@@ -286,20 +286,7 @@ def to_html(
             f"<pre><code>{_e(command)}</code></pre>"
         )
     )
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{_e(heading)}</title>
-<style>
-{STYLE}</style>
-</head>
-<body>
-<main>
-<header>
+    main = f"""<header>
 <p class="eyebrow">{" · ".join(_e(f) for f in facts)}</p>
 <h1>{_e(heading)}</h1>
 <p class="lead">{_minus(_e(text.headline(attribution)))}</p>
@@ -320,8 +307,5 @@ def to_html(
 {made}
 <footer>Made by cuflash. Contributions keep their signs and close by secants, not derivatives; what
 the oracle still sees is the residual.
-Verdict: {_e(attribution.verdict())}.</footer>
-</main>
-</body>
-</html>
-"""
+Verdict: {_e(attribution.verdict())}.</footer>"""
+    return document(heading, main)
