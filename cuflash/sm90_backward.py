@@ -55,6 +55,9 @@ CONVERT_PARTS = 24
 #: Bytes of Q, dO and the sums of dQ that tiles of keys come back to: of the L2 cache, which has 50
 #: MB, what stays there beside the rest.
 RESIDENT_BYTES = 32 * 2**20
+#: Key heads side by side at most. At N = 1k, where 16 have about a tile of keys for each
+#: multiprocessor, 32 were 2 to 3 % slower.
+MOST_HEADS = 16
 #: Head dimensions that are compiled as a check.
 INSTANCES = (
     *((64, 64), (96, 96), (128, 128), (64, 128), (128, 64)),
@@ -64,13 +67,9 @@ INSTANCES = (
 
 @dataclass(frozen=True)
 class Shape:
-    """What changes no bit. rows: queries of a step, 64 for wide heads. early: dV is issued before
-    dS is made, and S of the next step behind dK and dQ; for wide heads, S of the next step before
-    dQ is added.
-    """
+    """What changes no bit. rows: queries of a step, 64 for wide heads."""
 
     rows: int
-    early: bool = True
 
 
 def is_wide(d: int, d_v: int) -> bool:
@@ -83,11 +82,11 @@ def shape_of(d: int, d_v: int, softcap: bool) -> Shape:
     dV and the slope of a softcap.
     """
     if is_wide(d, d_v):
-        return Shape(rows=64, early=False)
+        return Shape(rows=64)
     narrow = max(width_of(d), width_of(d_v)) == 64
     if softcap:
         return Shape(rows=64 if narrow or width_of(d) == 64 else 32)
-    return Shape(rows=128, early=False) if narrow else Shape(rows=64)
+    return Shape(rows=128 if narrow else 64)
 
 
 def part_rows(d: int, shape: Shape) -> int:
@@ -119,21 +118,22 @@ def backward_instantiation(
     sizes = f"cuflash::{HALVES[plan.format]},{width_of(d)},{width_of(d_v)}"
     flags = f"{flag(softcap)},{flag(plan.numerics.out == 'float32')}"
     if is_wide(d, d_v):
-        wide = f"cuflash::sm90::WideShape<{sizes},{flag(shape.early)}>"
+        wide = f"cuflash::sm90::WideShape<{sizes}>"
         return Instantiation(
             "sm90/backward_wide.cu", f"cuflash::sm90::backward_wide<{wide},{flags}>"
         )
-    tiles = f"cuflash::sm90::BackwardShape<{sizes},{shape.rows},{flag(shape.early)}>"
+    tiles = f"cuflash::sm90::BackwardShape<{sizes},{shape.rows}>"
     return Instantiation("sm90/backward.cu", f"cuflash::sm90::backward<{tiles},{flags}>")
 
 
 def interleaved_heads(p: Problem, tiles: int, processors: int) -> int:
     """How many key heads to work on at a time: enough for two tiles of keys a multiprocessor, so
     that tiles of one head, which wait for each other at its first rows, start one after the other;
-    but only as many as stay in the L2 cache.
+    but only as many as stay in the L2 cache, and not more than MOST_HEADS.
     """
     bytes_of_head = p.group * p.n_q * (2 * (p.d + p.d_v) + 4 * p.d)
-    return max(1, min(2 * processors // tiles, RESIDENT_BYTES // bytes_of_head))
+    wanted = min(2 * processors // tiles, RESIDENT_BYTES // bytes_of_head)
+    return max(1, min(wanted, MOST_HEADS))
 
 
 @dataclass(frozen=True)

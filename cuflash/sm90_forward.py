@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -36,22 +35,11 @@ SHARED_BYTES = 227 * 1024
 WIDTHS = (64, 96, 128, 192, 256)
 #: Heads are walked side by side as long as their K and V fit into this much of the L2 cache.
 L2_BYTES = 32 * 2**20
-#: Up to here a block that lacks rows is a large part of a CTA's work.
-FEW_ROWS = 8192
 
 MAPS = ("q", "k", "v")
 DIVISOR = [("multiplier", np.uint32), ("shift", np.uint32)]
 #: cuflash::sm90::Order.
-ORDER_COUNTS = (
-    "works",
-    "whole",
-    "blocks",
-    "first_block",
-    "next_block",
-    "whole_sets",
-    "set",
-    "last",
-)
+ORDER_COUNTS = ("works", "blocks", "first_block", "next_block", "whole_sets", "set", "last")
 ORDER = [(name, np.int32) for name in (*ORDER_COUNTS, "in_batch", "shift")]
 ORDER_BY = ("by_set", "by_head", "by_last", "by_batch", "by_group")
 #: The parameters behind the tensor maps.
@@ -83,14 +71,9 @@ class Schedule:
     cluster: int
     stages: int
     q_stages: int
-    dynamic: bool
     ping_pong: bool
     joined: bool = True
     ones: str = "kApart"
-    tries: int = 0
-    short_first: bool = True
-    halves: bool = False
-    sets: bool = True
 
     @property
     def block_m(self) -> int:
@@ -122,26 +105,21 @@ def shared_bytes(plan: Plan, d: int, d_v: int, schedule: Schedule) -> int:
     return tiles + ones + 8 * (5 * schedule.stages + 2 * q_slots + 5) + 4 * schedule.stages
 
 
-def schedule_of(problem: Problem, plan: Plan) -> Schedule:
-    """The schedule for a problem.
+def schedule_of(d: int, d_v: int, softcap: bool) -> Schedule:
+    """The schedule for these head dimensions.
 
-    Work is handed out as CTAs become free where blocks of rows are not alike: under a mask, or
-    where the last of a head's few blocks lacks rows. Registers hold three warpgroups' S, P and O
-    only where O is narrow, and not beside the arithmetic of softcap. Clusters of two CTAs, which
-    share every tile of K and V, and a third stage were nowhere faster (bench/NOTES.md).
+    Registers hold three warpgroups' S, P and O only where O is narrow, and not beside the
+    arithmetic of softcap. Clusters of two CTAs, which share every tile of K and V, and a third
+    stage were nowhere faster (bench/NOTES.md).
     """
-    width = max(width_of(problem.d), width_of(problem.d_v))
-    schedule = Schedule(
-        warpgroups=3 if width == 64 and problem.softcap is None else 2,
+    width = max(width_of(d), width_of(d_v))
+    return Schedule(
+        warpgroups=3 if width == 64 and not softcap else 2,
         cluster=1,
         stages=2,
         q_stages=2 if 64 < width < 192 else 1,
-        dynamic=is_masked(problem),
         ping_pong=width < 192,
     )
-    if schedule.block_m < problem.n_q <= FEW_ROWS and problem.n_q % schedule.block_m:
-        schedule = dataclasses.replace(schedule, dynamic=True)
-    return schedule
 
 
 def is_masked(problem: Problem) -> bool:
@@ -169,9 +147,8 @@ def forward_instantiation(
     parts = (
         f"cuflash::sm90::Shape<cuflash::{HALVES[plan.format]},{sizes}>",
         f"cuflash::sm90::Schedule<{schedule.warpgroups},{schedule.cluster},{schedule.stages},"
-        f"{schedule.q_stages},{flag(schedule.dynamic)},{flag(schedule.ping_pong)},"
-        f"{flag(schedule.joined)},"
-        f"cuflash::sm90::Ones::{ones}" + (f",{schedule.tries}>" if schedule.tries else ">"),
+        f"{schedule.q_stages},{flag(schedule.ping_pong)},{flag(schedule.joined)},"
+        f"cuflash::sm90::Ones::{ones}>",
         arithmetic(plan),
         flag(softcap),
         flag(plan.numerics.out == "float32"),
@@ -179,43 +156,28 @@ def forward_instantiation(
     return Instantiation("sm90/forward.cu", f"cuflash::sm90::forward<{','.join(parts)}>")
 
 
-def halved(works: int, ctas: int) -> int:
-    """Of so many blocks of rows, those to be taken in halves: the last round becomes full.
+def order_of(problem: Problem, schedule: Schedule) -> dict[str, Any]:
+    """sm90::Order: blocks of rows of all heads, which CTAs take as they become free.
 
-    >>> [halved(n, 132) for n in (1980, 1990, 2048, 2112, 40)]
-    [0, 10, 64, 0, 40]
-    """
-    rest = works % ctas
-    return min(rest, ctas - rest)
-
-
-def order_of(problem: Problem, schedule: Schedule, ctas: int) -> dict[str, Any]:
-    """sm90::Order: blocks of rows of all heads, in sets of heads that share the L2 cache.
-
-    Heavy blocks come first: under a causal mask the late ones; else all but the last, which may
-    lack rows. Where nothing is masked, the last blocks are taken in halves, so that none of `ctas`
-    CTAs is idle in the last round.
+    Under a causal mask the late blocks come first, which are the heavy ones, and the first block
+    may lack rows; else the last one may, and comes last. Under a mask heads are walked in sets that
+    share the L2 cache, their heavy blocks side by side; else one after the other.
     """
     heads, in_batch = problem.heads, problem.lead[-1] if problem.lead else 1
     rows = schedule.block_m * schedule.cluster
     blocks = -(-problem.n_q // rows)
-    late = bool(problem.causal) and schedule.short_first
+    late = bool(problem.causal)
     together = 1
-    if schedule.dynamic and schedule.sets:
+    if is_masked(problem):
         of_head = 2 * problem.n_k * (problem.d + problem.d_v)
         together = min(max(1, L2_BYTES // of_head) * problem.group, heads)
-    whole_sets, last = divmod(heads, together)
-    works = blocks * heads
-    halves = 0
-    if schedule.halves and schedule.warpgroups == 2 and schedule.cluster == 1:
-        halves = halved(works, ctas) if problem.n_q > 64 and not is_masked(problem) else 0
+    whole, last = divmod(heads, together)
     return {
-        "works": works + halves,
-        "whole": works - halves,
+        "works": blocks * heads,
         "blocks": blocks,
-        "first_block": blocks - 1 if problem.causal else 0,
-        "next_block": -1 if problem.causal else 1,
-        "whole_sets": whole_sets,
+        "first_block": blocks - 1 if late else 0,
+        "next_block": -1 if late else 1,
+        "whole_sets": whole,
         "set": together,
         "last": last,
         "in_batch": in_batch,
@@ -231,9 +193,9 @@ def order_of(problem: Problem, schedule: Schedule, ctas: int) -> dict[str, Any]:
 @functools.lru_cache(maxsize=256)
 def _prepared(
     problem: Problem, plan: Plan, schedule: Schedule | None, device: int
-) -> tuple[Launch, tuple[int, ...], Schedule, tuple[Any, ...]]:
-    """What a forward needs beside its arrays: the launch, rows of the boxes of the tensor maps, the
-    schedule, and the tail of its struct.
+) -> tuple[Launch, tuple[int, ...], tuple[Any, ...]]:
+    """What a forward needs beside its arrays: the launch, rows of the boxes of the tensor maps, and
+    the tail of its struct.
     """
     check_plan(plan, kernels="sm90")
     for name, allowed in HOPPER.items():
@@ -242,13 +204,12 @@ def _prepared(
                 f"plan.numerics.{name}: got {getattr(plan.numerics, name)!r}, must be one of "
                 f"{', '.join(map(repr, allowed))} on the sm90 kernels"
             )
-    d, d_v = problem.d, problem.d_v
-    s = schedule_of(problem, plan) if schedule is None else schedule
-    ctas = multiprocessors(device)
-    order = order_of(problem, s, ctas)
-    clusters = min(order["works"], ctas // s.cluster)
+    d, d_v, softcap = problem.d, problem.d_v, problem.softcap is not None
+    s = schedule_of(d, d_v, softcap) if schedule is None else schedule
+    order = order_of(problem, s)
+    clusters = min(order["works"], multiprocessors(device) // s.cluster)
     launch = Launch(
-        forward_instantiation(plan, d, d_v, problem.softcap is not None, s),
+        forward_instantiation(plan, d, d_v, softcap, s),
         grid=clusters * s.cluster,
         threads=s.threads,
         shared=shared_bytes(plan, d, d_v, s),
@@ -256,7 +217,7 @@ def _prepared(
     fields = common_fields(problem, plan) | order
     fields |= {"masked": is_masked(problem), "stale_limit": 2.0**plan.stale_limit}
     keys = plan.tile_n // s.cluster
-    return launch, (64, keys, keys), s, tail_of(FIELDS, fields)
+    return launch, (64, keys, keys), tail_of(FIELDS, fields)
 
 
 def forward(
@@ -269,10 +230,10 @@ def forward(
 ) -> None:
     """See `launch.Launcher.forward`."""
     p = problem
-    launch, rows, s, tail = _prepared(p.shapes, plan, schedule, p.device)
+    launch, rows, tail = _prepared(p.shapes, plan, schedule, p.device)
     boxes = zip((p.q, p.k, p.v), rows, strict=True)
     maps = b"".join(tensor_map(x, plan.format, n) for x, n in boxes)
-    handed_out = counter(p.device) if s.dynamic else None
+    handed_out = counter(p.device)
     fields = packed(FIELDS, (p.v, out, rest), (lse, handed_out), tail)
     params = bytearray(PARAMS.itemsize)
     params[: len(maps)] = maps
@@ -286,11 +247,7 @@ def instantiations() -> Iterable[Instantiation]:
     for fmt in ("bfloat16", "float16"):
         for width in WIDTHS:
             for row_sum in ("rounded", "unrounded"):
-                for masked in (False, True):
-                    plan = Plan(
-                        numerics=Numerics(row_sum=row_sum),
-                        format=fmt,
-                        tile_n=tile_of("sm90", width),
-                    )
-                    schedule = Schedule(3 if width == 64 else 2, 1, 2, 1, masked, width < 192)
-                    yield forward_instantiation(plan, width, width, False, schedule)
+                numerics = Numerics(row_sum=row_sum)
+                plan = Plan(numerics=numerics, format=fmt, tile_n=tile_of("sm90", width))
+                schedule = schedule_of(width, width, False)
+                yield forward_instantiation(plan, width, width, False, schedule)

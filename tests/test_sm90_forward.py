@@ -16,7 +16,7 @@ import pytest
 from cuflash import sm90_forward
 from cuflash.compiler import compile_kernel
 from cuflash.planner import tile_of
-from cuflash.sm90_forward import Schedule, halved, order_of, shared_bytes, width_of
+from cuflash.sm90_forward import Schedule, order_of, schedule_of, shared_bytes, width_of
 from emulation import Numerics, Plan
 from emulation.problem import Array, Problem
 from emulation.samples import sample
@@ -39,52 +39,47 @@ def test_shared_memory_fits(d: int) -> None:
     width = width_of(d)
     for d_v in range(8, width + 1, 8):
         plan = Plan(tile_n=tile_of("sm90", width))
-        schedule = Schedule(3 if width == 64 else 2, 1, 2, 1, True, True)
+        schedule = schedule_of(d, d_v, False)
         assert shared_bytes(plan, d, d_v, schedule) <= sm90_forward.SHARED_BYTES
 
 
-def pieces(order: dict[str, Any], rows: int) -> Iterator[tuple[int, int, int]]:
-    """Head, first row and number of rows of every piece of work: what sm90::Work computes."""
+def blocks_in_order(order: dict[str, Any], rows: int) -> Iterator[tuple[int, int]]:
+    """Head and first row of every block of rows, in the order taken: what sm90::Work computes."""
 
     def quotient(n: int, by: str) -> int:
         multiplier, shift = order[by]
         return int(n * multiplier >> shift)
 
-    for piece in range(order["works"]):
-        past = piece - order["whole"]
-        work = piece if past < 0 else order["whole"] + past // 2
+    for work in range(order["works"]):
         in_set = quotient(work, "by_set")
         rest = work - in_set * order["set"] * order["blocks"]
         last = in_set == order["whole_sets"]
         above = quotient(rest, "by_last" if last else "by_head")
         block = order["first_block"] + above * order["next_block"]
         head = in_set * order["set"] + rest - above * order["last" if last else "set"]
-        first = block * rows - order["shift"]
-        yield (head, first, rows) if past < 0 else (head, first + past % 2 * 64, 64)
+        yield head, block * rows - order["shift"]
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("masks", [{}, {"causal": True}, {"window": (300, 100)}], ids=str)
+@pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("n_q", [1, 64, 65, 128, 1000, 4096])
-def test_every_row_is_taken_once(n_q: int, dynamic: bool, causal: bool) -> None:
-    for heads, sets, halves in itertools.product((1, 5, 70), (False, True), (False, True)):
-        q = np.zeros((heads, n_q, 64), np.float16)
-        k = np.zeros((heads, 2**13, 64), np.float16)
-        problem = Problem.of(q, k, k, causal=causal)
-        schedule = Schedule(2, 1, 2, 1, dynamic, True, halves=halves, sets=sets)
-        order = order_of(problem, schedule, 132)
+def test_every_row_is_taken_once(n_q: int, cluster: int, masks: dict[str, Any]) -> None:
+    """By the causal mask's heavy blocks first, none of which lacks more rows than it has to."""
+    for heads, d in itertools.product((1, 5, 70), (64, 128)):
+        q = np.zeros((heads, n_q, d), np.float16)
+        k = np.zeros((heads, 2**13, d), np.float16)
+        problem = Problem.of(q, k, k, **masks)
+        schedule = dataclasses.replace(schedule_of(d, d, False), cluster=cluster)
+        rows = schedule.block_m * cluster
         taken = np.zeros((heads, n_q), int)
-        for head, first, rows in pieces(order, schedule.block_m):
+        firsts: dict[int, list[int]] = {}
+        for head, first in blocks_in_order(order_of(problem, schedule), rows):
             taken[head, max(first, 0) : max(first + rows, 0)] += 1
-        assert (taken == 1).all(), (heads, sets, halves)
-
-
-@pytest.mark.parametrize("works", [1, 66, 67, 131, 132, 133, 1024, 2048, 2560])
-def test_halves_fill_the_last_round(works: int) -> None:
-    halves = halved(works, 132)
-    assert 0 <= halves <= works
-    full = (works + halves) % 132 == 0
-    assert full or 2 * halves == works + halves - works // 132 * 132 < 132
+            firsts.setdefault(head, []).append(first)
+        assert (taken == 1).all(), (heads, d)
+        for of_head in firsts.values():
+            assert of_head == sorted(of_head, reverse="causal" in masks)
+            assert "causal" not in masks or of_head[0] + rows < n_q + 64
 
 
 def hopper() -> Any:
@@ -124,19 +119,9 @@ def launched(
 def test_no_schedule_changes_a_bit(d: int, causal: bool) -> None:
     q, k, v = sample("outlier", n=700, d=d, heads=3, dtype="bfloat16")
     want, want_lse = launched(q, k, v, None, causal=causal)
-    plain = Schedule(3 if d == 64 else 2, 1, 2, 1, False, d < 192)
-    choices = itertools.product((1, 2), (False, True), (False, True), (False, True))
-    for cluster, dynamic, ping_pong, joined in choices:
-        schedule = dataclasses.replace(
-            plain, cluster=cluster, dynamic=dynamic, ping_pong=ping_pong, joined=joined
-        )
-        out, lse = launched(q, k, v, schedule, causal=causal)
-        assert_same(f"{schedule} lse", lse, want_lse)
-        assert_same(f"{schedule} out", out, want)
-    for dynamic, ping_pong in itertools.product((False, True), (False, True)):
-        schedule = dataclasses.replace(
-            plain, dynamic=dynamic, ping_pong=ping_pong, halves=True, sets=False
-        )
+    plain = dataclasses.replace(schedule_of(d, d, False), q_stages=1)
+    for cluster, ping_pong, joined in itertools.product((1, 2), (False, True), (False, True)):
+        schedule = dataclasses.replace(plain, cluster=cluster, ping_pong=ping_pong, joined=joined)
         out, lse = launched(q, k, v, schedule, causal=causal)
         assert_same(f"{schedule} lse", lse, want_lse)
         assert_same(f"{schedule} out", out, want)
@@ -150,8 +135,9 @@ def test_many_blocks_of_rows_for_each_cta(d: int, masks: dict[str, Any]) -> None
     q, k, v = sample("normal", n=1024, d=d, dtype="bfloat16")
     want, want_lse = launched(q, k, v, None, **masks)
     q, k, v = (np.broadcast_to(x, (128, *x.shape[1:])) for x in (q, k, v))
-    for cluster, dynamic in itertools.product((1, 2), (False, True)):
-        schedule = Schedule(3 if d == 64 else 2, cluster, 2, 1 if d == 256 else 2, dynamic, d < 256)
+    for cluster, q_stages in itertools.product((1, 2), (1,) if d == 256 else (1, 2)):
+        plain = schedule_of(d, d, False)
+        schedule = dataclasses.replace(plain, cluster=cluster, q_stages=q_stages)
         for _ in range(20):
             out, lse = launched(q, k, v, schedule, **masks)
             assert_same(f"{schedule} lse", lse, np.broadcast_to(want_lse, lse.shape))

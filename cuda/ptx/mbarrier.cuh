@@ -38,16 +38,6 @@ __device__ __forceinline__ bool mbarrier_try_wait_parity(u32 barrier, u32 parity
   return done != 0;
 }
 
-__device__ __forceinline__ bool mbarrier_test_wait_parity(u32 barrier, u32 parity) {
-  u32 done;
-  asm volatile(
-      "{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return done != 0;
-}
-
 __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
   while (!mbarrier_try_wait_parity(barrier, parity)) {
   }

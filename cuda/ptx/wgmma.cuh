@@ -103,8 +103,7 @@ __device__ __forceinline__ void fence_operands(u32 (&a)[kSteps][4]) {
 #define CUFLASH_OPERANDS_256 CUFLASH_OPERANDS_248, CUFLASH_GROUP(31)
 
 // ss: a and b K-major in shared memory, from zero unless `add`; ss_as: with a stored [k][m] and b
-// stored [k][n] where it says so. rs: a in registers, b stored [k][n]; rs_k: b K-major, from zero
-// unless `add`. The groups of columns
+// stored [k][n] where it says so. rs: a in registers, b stored [k][n]. The groups of columns
 // kFirst, kFirst + 1, ... of d are the product's.
 template <int kN>
 struct Wgmma;
@@ -127,13 +126,7 @@ struct Wgmma;
                                                                   "}," B ",p,1,1,1;}"           \
                : CUFLASH_OPERANDS_##N                                                           \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-#define CUFLASH_RS_K(N, FORMAT, A0, A1, A2, A3, B, ADD)                                         \
-  asm volatile("{.reg .pred p; setp.ne.b32 p," ADD ",0; wgmma.mma_async.sync.aligned.m64n" #N   \
-               "k16.f32." FORMAT "." FORMAT " {" CUFLASH_TEXT_##N "},{" A0 "," A1 "," A2 "," A3 \
-                                                                  "}," B ",p,1,1,0;}"           \
-               : CUFLASH_OPERANDS_##N                                                           \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<u32>(add)))
-#define CUFLASH_WGMMA(N, X0, X1, X2, X3, X4, X5)                                                   \
+#define CUFLASH_WGMMA(N, X0, X1, X2, X3, X4)                                                       \
   template <>                                                                                      \
   struct Wgmma<N> {                                                                                \
     template <bool kBf16, int kFirst, int kGroups>                                                 \
@@ -162,30 +155,21 @@ struct Wgmma;
         CUFLASH_RS(N, "f16", X0, X1, X2, X3, X4);                                                  \
       }                                                                                            \
     }                                                                                              \
-    template <bool kBf16, int kFirst, int kGroups>                                                 \
-    __device__ __forceinline__ static void rs_k(float (&d)[2][kGroups][2], const u32 (&a)[4],      \
-                                                u64 b, bool add) {                                 \
-      if constexpr (kBf16) {                                                                       \
-        CUFLASH_RS_K(N, "bf16", X0, X1, X2, X3, X4, X5);                                           \
-      } else {                                                                                     \
-        CUFLASH_RS_K(N, "f16", X0, X1, X2, X3, X4, X5);                                            \
-      }                                                                                            \
-    }                                                                                              \
   }
-CUFLASH_WGMMA(8, "%4", "%5", "%6", "%7", "%8", "%9");
-CUFLASH_WGMMA(16, "%8", "%9", "%10", "%11", "%12", "%13");
-CUFLASH_WGMMA(32, "%16", "%17", "%18", "%19", "%20", "%21");
-CUFLASH_WGMMA(64, "%32", "%33", "%34", "%35", "%36", "%37");
-CUFLASH_WGMMA(72, "%36", "%37", "%38", "%39", "%40", "%41");
-CUFLASH_WGMMA(80, "%40", "%41", "%42", "%43", "%44", "%45");
-CUFLASH_WGMMA(96, "%48", "%49", "%50", "%51", "%52", "%53");
-CUFLASH_WGMMA(112, "%56", "%57", "%58", "%59", "%60", "%61");
-CUFLASH_WGMMA(128, "%64", "%65", "%66", "%67", "%68", "%69");
-CUFLASH_WGMMA(136, "%68", "%69", "%70", "%71", "%72", "%73");
-CUFLASH_WGMMA(144, "%72", "%73", "%74", "%75", "%76", "%77");
-CUFLASH_WGMMA(160, "%80", "%81", "%82", "%83", "%84", "%85");
-CUFLASH_WGMMA(176, "%88", "%89", "%90", "%91", "%92", "%93");
-CUFLASH_WGMMA(192, "%96", "%97", "%98", "%99", "%100", "%101");
-CUFLASH_WGMMA(256, "%128", "%129", "%130", "%131", "%132", "%133");
+CUFLASH_WGMMA(8, "%4", "%5", "%6", "%7", "%8");
+CUFLASH_WGMMA(16, "%8", "%9", "%10", "%11", "%12");
+CUFLASH_WGMMA(32, "%16", "%17", "%18", "%19", "%20");
+CUFLASH_WGMMA(64, "%32", "%33", "%34", "%35", "%36");
+CUFLASH_WGMMA(72, "%36", "%37", "%38", "%39", "%40");
+CUFLASH_WGMMA(80, "%40", "%41", "%42", "%43", "%44");
+CUFLASH_WGMMA(96, "%48", "%49", "%50", "%51", "%52");
+CUFLASH_WGMMA(112, "%56", "%57", "%58", "%59", "%60");
+CUFLASH_WGMMA(128, "%64", "%65", "%66", "%67", "%68");
+CUFLASH_WGMMA(136, "%68", "%69", "%70", "%71", "%72");
+CUFLASH_WGMMA(144, "%72", "%73", "%74", "%75", "%76");
+CUFLASH_WGMMA(160, "%80", "%81", "%82", "%83", "%84");
+CUFLASH_WGMMA(176, "%88", "%89", "%90", "%91", "%92");
+CUFLASH_WGMMA(192, "%96", "%97", "%98", "%99", "%100");
+CUFLASH_WGMMA(256, "%128", "%129", "%130", "%131", "%132");
 
 }  // namespace cuflash::ptx

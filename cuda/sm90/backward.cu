@@ -8,13 +8,15 @@
 
 namespace cuflash::sm90 {
 
-// kBlockM: queries of a step. kEarly: dV is issued before dS is made, and S of the next step behind
-// dK and dQ; else the products follow each other as they are needed. Neither changes a bit.
-template <class Half_, int kD_, int kDv_, int kBlockM_, bool kEarly_>
+// kBlockM: queries of a step, which changes no bit.
+template <class Half_, int kD_, int kDv_, int kBlockM_>
 struct BackwardShape {
   using Half = Half_;
   static constexpr int kD = kD_, kDv = kDv_, kBlockM = kBlockM_, kBlockN = 128;
-  static constexpr bool kEarly = kEarly_, kTogether = true, kBf16 = Half::kOnes == 0x3f803f80u;
+  // Registers of a thread that loads or adds, and of a consumer's: what the launch gave, shared
+  // anew.
+  static constexpr int kLoaderRegs = 40, kConsumerRegs = 232;
+  static constexpr bool kTogether = true, kBf16 = Half::kOnes == 0x3f803f80u;
   using K = Panels<kBlockN, kD>;
   using V = Panels<kBlockN, kDv>;
   using Q = Panels<kBlockM, kD>;
@@ -46,7 +48,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   using V = typename S::V;
   using DS = typename S::DS;
   constexpr int kBlockM = S::kBlockM, kBlockN = S::kBlockN, kGroups = kBlockM / 8;
-  constexpr bool kBf16 = S::kBf16, kMost = S::kEarly && !kSoftcap;
+  constexpr bool kBf16 = S::kBf16;
   extern __shared__ __align__(1024) char shared[];
   const u32 base = ptx::shared_address(shared);
   const int warpgroup = __shfl_sync(kWholeWarp, threadIdx.x / 128, 0), lane = threadIdx.x % 32;
@@ -79,7 +81,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Piece<kBlockM, kBlockN> piece(params, ticket);
 
   if (warpgroup == 0) {
-    ptx::setmaxnreg_dec<kLoaderRegs<kMost>>();
+    ptx::setmaxnreg_dec<S::kLoaderRegs>();
     const int warp = threadIdx.x / 32;
     if (threadIdx.x == 0 && piece.steps > 0) {
       // -- The loader: K and V once, then Q and dO of every step with LSE and delta --------------
@@ -129,7 +131,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 
   // -- Consumers: 64 keys each ---------------------------------------------------------------
-  ptx::setmaxnreg_inc<kConsumerRegs<kMost>>();
+  ptx::setmaxnreg_inc<S::kConsumerRegs>();
   const int mine = warpgroup - 1, thread = threadIdx.x % 128;
   const Place place = Place::of(thread);
   const u32 k_rows = descriptor(base + S::kK + mine * 64 * kPanelPitch, 16),
@@ -169,16 +171,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   Specials<S> specials(params, piece, shared, mine, thread);
   i32 step = 0;
   Walk walk = Walk::at(piece, params.group, 0);
-  float s_next[2][kGroups][2];
   if (piece.steps > 0) {
     ptx::mbarrier_wait(base + S::kKeysFull, 0);
     if (params.masked) specials.look_at_keys();
-    if (S::kEarly) {
-      wait_q(0);
-      issue_scores(s_next, 0);
-      ptx::wgmma_wait_group<0>();
-      ptx::fence_operands(s_next);
-    }
   }
   // dQ's way out. The product has been waited for.
   auto hand_out = [&](Accumulator<S::kPartM / 8>& dq, i32 of_step, bool in_keys) {
@@ -205,13 +200,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     const bool plain = !any || piece.plain(walk.block);
     float s[2][kGroups][2], dp[2][kGroups][2], slope[2][kSoftcap ? kGroups : 1][2];
     u32 p_half[kGroups / 2][4], ds_half[kGroups / 2][4];
-    if constexpr (S::kEarly) {
-#pragma unroll
-      for (int i = 0; i < 4 * kGroups; ++i) (&s[0][0][0])[i] = (&s_next[0][0][0])[i];
-    } else {
-      wait_q(step);
-      issue_scores(s, step);
-    }
+    wait_q(step);
+    issue_scores(s, step);
     ptx::mbarrier_wait(base + S::kDOFull + 8 * stage, parity);
     ptx::fence_operands(dp);
     ptx::wgmma_fence();
@@ -228,29 +218,15 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
     wait_turn();
-    if constexpr (!S::kEarly) {
-      ptx::wgmma_wait_group<1>();
-      ptx::fence_operands(s);
-    }
+    ptx::wgmma_wait_group<1>();
+    ptx::fence_operands(s);
     const RowsOfKey seen{band, walk.block * kBlockM, piece.first_key + mine * 64};
     if (any && specials.in_keys) specials.add_to_scores(s, walk, mine * 64, 0);
     probabilities<kSoftcap>(s, slope, base + S::kLse + (stage * kBlockM + place.column) * 4,
                             params);
     if (!plain) clear_unseen(s, place, seen);
     pack<Half>(p_half, s);
-    auto issue_dv = [&] {
-      ptx::fence_operands(dv);
-      ptx::fence_operands(p_half);
-      ptx::wgmma_fence();
-      issue_rows<kBf16>(dv, p_half, descriptor(do_tile, DO::kPanelBytes));
-      ptx::wgmma_commit_group();
-    };
-    if constexpr (S::kEarly) {
-      issue_dv();
-      ptx::wgmma_wait_group<1>();
-    } else {
-      ptx::wgmma_wait_group<0>();
-    }
+    ptx::wgmma_wait_group<0>();
     ptx::fence_operands(dp);
     score_gradients<kSoftcap>(dp, s, slope,
                               base + S::kDelta + (stage * kBlockM + place.column) * 4);
@@ -259,9 +235,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     const u32 ds_tile = base + S::kDS + stage * DS::kBytes;
     ptx::mbarrier_wait(base + S::kDSEmpty + 8 * stage, parity ^ 1);
     if (special) {  // P takes the place of dS for a while
-      ptx::wgmma_wait_group<0>();
-      ptx::fence_operands(dv);
-      ptx::fence_operands(p_half);
       store_transposed<DS>(ds_tile, p_half, mine * 64, thread);
       ptx::bar_sync(kWarpgroup + mine, 128);
       specials.add_rows(dv, shared + (ds_tile - base),
@@ -278,55 +251,34 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     ptx::fence_proxy_async();
     pass_turn();
-    if constexpr (!S::kEarly) issue_dv();
+    ptx::fence_operands(dv);
+    ptx::fence_operands(p_half);
+    ptx::wgmma_fence();
+    issue_rows<kBf16>(dv, p_half, descriptor(do_tile, DO::kPanelBytes));
+    ptx::wgmma_commit_group();
     __syncwarp();
     arrive(base + S::kDSFull + 8 * stage);
-    if (S::kEarly && step + 1 < piece.steps) wait_q(step + 1);
     if (step > 0) ptx::mbarrier_wait(base + S::kDSFull + 8 * (stage ^ 1), (step - 1) / 2 % 2);
 
-    float dq[2][S::kPartM / 8][2];
-    auto issue_dk = [&] {
-      ptx::fence_operands(dk);
-      ptx::fence_operands(ds_half);
-      ptx::wgmma_fence();
-      issue_rows<kBf16>(dk, ds_half, descriptor(base + S::kQ + stage * Q::kBytes, Q::kPanelBytes));
-      ptx::wgmma_commit_group();
-    };
     // dQ of the step before: meanwhile the other warpgroup has written its dS, too. In the first
     // step of a piece it is a product of whatever is there, and not used.
-    if constexpr (S::kEarly) {
-      ptx::wgmma_wait_group<0>();  // dV: P's registers are free
-      ptx::fence_operands(dv);
-      ptx::fence_operands(p_half);
-      arrive(base + S::kDOEmpty + 8 * stage);
-      issue_dk();
-      issue_share(dq, step + 1);
-      float ahead[2][kGroups][2];  // after the last step, a product that is not used
-      issue_scores(ahead, step + 1);
-      ptx::wgmma_wait_group<1>();
-      ptx::fence_operands(dq);
-      ptx::fence_operands(dk);
-      ptx::fence_operands(ds_half);
-      arrive(base + S::kQEmpty + 8 * stage);
-      if (step > 0) hand_out(dq, step - 1, any && specials.in_keys);
-      ptx::wgmma_wait_group<0>();
-      ptx::fence_operands(ahead);
-#pragma unroll
-      for (int i = 0; i < 4 * kGroups; ++i) (&s_next[0][0][0])[i] = (&ahead[0][0][0])[i];
-    } else {
-      issue_share(dq, step + 1);
-      issue_dk();
-      ptx::wgmma_wait_group<1>();
-      ptx::fence_operands(dq);
-      ptx::fence_operands(dv);
-      ptx::fence_operands(p_half);
-      arrive(base + S::kDOEmpty + 8 * stage);
-      if (step > 0) hand_out(dq, step - 1, any && specials.in_keys);
-      ptx::wgmma_wait_group<0>();
-      ptx::fence_operands(dk);
-      ptx::fence_operands(ds_half);
-      arrive(base + S::kQEmpty + 8 * stage);
-    }
+    float dq[2][S::kPartM / 8][2];
+    issue_share(dq, step + 1);
+    ptx::fence_operands(dk);
+    ptx::fence_operands(ds_half);
+    ptx::wgmma_fence();
+    issue_rows<kBf16>(dk, ds_half, descriptor(base + S::kQ + stage * Q::kBytes, Q::kPanelBytes));
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<1>();
+    ptx::fence_operands(dq);
+    ptx::fence_operands(dv);
+    ptx::fence_operands(p_half);
+    arrive(base + S::kDOEmpty + 8 * stage);
+    if (step > 0) hand_out(dq, step - 1, any && specials.in_keys);
+    ptx::wgmma_wait_group<0>();
+    ptx::fence_operands(dk);
+    ptx::fence_operands(ds_half);
+    arrive(base + S::kQEmpty + 8 * stage);
     ++step;
     walk.next(piece);
   };

@@ -9,14 +9,15 @@
 
 namespace cuflash::sm90 {
 
-// kEarly: S of the next step is issued before the last share of dQ is added, and dP behind it; else
-// both behind it. Neither changes a bit.
-template <class Half_, int kD_, int kDv_, bool kEarly_>
+template <class Half_, int kD_, int kDv_>
 struct WideShape {
   using Half = Half_;
   static constexpr int kD = kD_, kDv = kDv_, kBlockM = 64, kBlockN = 64;
   static constexpr int kColumns = kD > kDv ? kD : kDv;  // of an accumulator; the rest is not used
-  static constexpr bool kEarly = kEarly_, kBf16 = Half::kOnes == 0x3f803f80u, kTogether = false;
+  // Registers of a thread that loads or waits, and of a consumer's: what the launch gave, shared
+  // anew.
+  static constexpr int kLoaderRegs = 24, kConsumerRegs = 240;
+  static constexpr bool kTogether = false, kBf16 = Half::kOnes == 0x3f803f80u;
   using K = Panels<kBlockN, kD>;
   using V = Panels<kBlockN, kDv>;
   using Q = Panels<kBlockM, kD>;
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   using DS = typename S::DS;
   constexpr int kBlockM = S::kBlockM, kBlockN = S::kBlockN;
   constexpr int kGroups = kBlockM / 8;
-  constexpr bool kBf16 = S::kBf16, kMost = true;
+  constexpr bool kBf16 = S::kBf16;
   extern __shared__ __align__(1024) char shared[];
   const u32 base = ptx::shared_address(shared);
   const int warpgroup = __shfl_sync(kWholeWarp, threadIdx.x / 128, 0), lane = threadIdx.x % 32;
@@ -86,7 +87,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
 
   if (warpgroup == 0) {
-    ptx::setmaxnreg_dec<kLoaderRegs<kMost>>();
+    ptx::setmaxnreg_dec<S::kLoaderRegs>();
     const int warp = threadIdx.x / 32;
     if (lane != 0 || piece.steps == 0) return;
     if (warp == 0) {
@@ -151,7 +152,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 
   // -- Consumers -----------------------------------------------------------------------------
-  ptx::setmaxnreg_inc<kConsumerRegs<kMost>>();
+  ptx::setmaxnreg_inc<S::kConsumerRegs>();
   const int mine = warpgroup - 1, thread = threadIdx.x % 128;
   const Place place = Place::of(thread);
   float acc[2][S::kColumns / 8][2];  // dV or dK
@@ -371,16 +372,12 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::wgmma_wait_group<0>();
       ptx::fence_operands(four);
     }
-    const bool more = step + 2 < piece.steps;
-    float s_next[2][kGroups][2], dp_next[2][kGroups][2];  // after the last step not used
-    auto next_scores = [&] {
-      if (more) wait_q(step + 2);
-      issue_scores(s_next, mine);
-    };
-    if constexpr (S::kEarly) next_scores();
     add(S::kTake == 2 ? four : three, S::kTake - 1, step, here, in_keys);
     arrive(base + S::kDSEmpty + 8 * mine);
-    if constexpr (!S::kEarly) next_scores();
+    const bool more = step + 2 < piece.steps;
+    float s_next[2][kGroups][2], dp_next[2][kGroups][2];  // after the last step not used
+    if (more) wait_q(step + 2);
+    issue_scores(s_next, mine);
     if (more) wait_do(step + 2);
     issue_dp(dp_next, mine);
     ptx::wgmma_wait_group<0>();

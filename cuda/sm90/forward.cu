@@ -68,30 +68,22 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
     ptx::barrier_cluster_wait_acquire();
   }
 
-  // The turn-th piece of work, -1 after the last: from the mailbox that CTA 0's producer fills, or
-  // by stride.
+  // The turn-th piece of work, -1 after the last: from the mailbox that CTA 0's producer fills.
   auto receive = [&](u32 turn) -> i32 {
-    if constexpr (!P::kDynamic) {
-      const i32 work = cluster + static_cast<i32>(turn) * clusters;
-      return work < order.works ? work : -1;
+    const u32 slot = turn % 2, parity = turn / 2 % 2;
+    if constexpr (kCluster > 1) {
+      ptx::mbarrier_wait_acquire_cluster(base + L::kWorkFull + 8 * slot, parity);
     } else {
-      const u32 slot = turn % 2, parity = turn / 2 % 2;
-      if constexpr (kCluster > 1) {
-        ptx::mbarrier_wait_acquire_cluster(base + L::kWorkFull + 8 * slot, parity);
-      } else {
-        ptx::mbarrier_wait(base + L::kWorkFull + 8 * slot, parity);
-      }
-      return ptx::ld_shared(base + L::kWork + 4 * slot);
+      ptx::mbarrier_wait(base + L::kWorkFull + 8 * slot, parity);
     }
+    return ptx::ld_shared(base + L::kWork + 4 * slot);
   };
   auto received = [&](u32 turn) {
-    if constexpr (P::kDynamic) {
-      const u32 barrier = base + L::kWorkEmpty + 8 * (turn % 2);
-      if constexpr (kCluster > 1) {
-        ptx::mbarrier_arrive_cluster(ptx::mapa(barrier, 0));
-      } else {
-        ptx::mbarrier_arrive(barrier);
-      }
+    const u32 barrier = base + L::kWorkEmpty + 8 * (turn % 2);
+    if constexpr (kCluster > 1) {
+      ptx::mbarrier_arrive_cluster(ptx::mapa(barrier, 0));
+    } else {
+      ptx::mbarrier_arrive(barrier);
     }
   };
 
@@ -126,27 +118,24 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
       u32 k_turn = 0, v_turn = 0;
       i32 work = cluster;
       for (u32 turn = 0;; ++turn) {
-        i32 next = work + clusters;
-        if constexpr (P::kDynamic) {
-          if (rank == 0) {
-            // Every cluster asks once more than it gets work, so the counter ends at 0.
-            next =
-                clusters + static_cast<i32>(atomicInc(params.counter, order.works + clusters - 1));
-            ptx::mbarrier_wait(base + L::kWorkEmpty + 8 * (turn % 2), turn / 2 % 2 ^ 1);
-            const i32 told = work < order.works ? work : -1;
-            const u32 slot = base + L::kWork + 4 * (turn % 2);
-            const u32 full = base + L::kWorkFull + 8 * (turn % 2);
-            ptx::st_shared(slot, told);
-            ptx::mbarrier_arrive(full);
-            if constexpr (kCluster > 1) {
-              ptx::st_shared_cluster(ptx::mapa(slot, 1), told);
-              ptx::mbarrier_arrive_release_cluster(ptx::mapa(full, 1));
-            }
-          } else {
-            const i32 told = receive(turn);
-            received(turn);
-            work = told < 0 ? order.works : told;
+        i32 next = 0;
+        if (rank == 0) {
+          // Every cluster asks once more than it gets work, so the counter ends at 0.
+          next = clusters + static_cast<i32>(atomicInc(params.counter, order.works + clusters - 1));
+          ptx::mbarrier_wait(base + L::kWorkEmpty + 8 * (turn % 2), turn / 2 % 2 ^ 1);
+          const i32 told = work < order.works ? work : -1;
+          const u32 slot = base + L::kWork + 4 * (turn % 2);
+          const u32 full = base + L::kWorkFull + 8 * (turn % 2);
+          ptx::st_shared(slot, told);
+          ptx::mbarrier_arrive(full);
+          if constexpr (kCluster > 1) {
+            ptx::st_shared_cluster(ptx::mapa(slot, 1), told);
+            ptx::mbarrier_arrive_release_cluster(ptx::mapa(full, 1));
           }
+        } else {
+          const i32 told = receive(turn);
+          received(turn);
+          work = told < 0 ? order.works : told;
         }
         if (work >= order.works) break;
         const Work<S, P> w(order, band, work, rank);
@@ -217,7 +206,6 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
     const int mine = warpgroup - 1;
     constexpr int kColumns = S::kDv / 8 + (P::kOnes != Ones::kNone ? 1 : 0);
     float s[2][kGroups][2], o[2][kColumns][2];
-    u32 held[P::kHeldQ ? S::kD / 16 : 1][4];
     u32 p[kGroups / 2][4];
     u32 k = 0, v = 0;      // tiles used so far
     u32 clean_parity = 0;  // a bit per stage
@@ -248,11 +236,8 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
       clean_parity ^= 1u << stage;
       return ptx::ld_shared(base + L::kFound + 4 * stage) == static_cast<i32>(v);
     };
-    auto product = [&](bool passes) {  // O takes P
-      issue_output<S, P::kOnes>(o, p, base + L::kV + v % kStages * S::V::kBytes, base + L::kOnes,
-                                [&] {
-                                  if (P::kEarlyPass && passes) pass_turn();
-                                });
+    auto product = [&] {  // O takes P
+      issue_output<S, P::kOnes>(o, p, base + L::kV + v % kStages * S::V::kBytes, base + L::kOnes);
       ptx::wgmma_commit_group();
     };
     auto end_product = [&] {
@@ -265,7 +250,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
       ptx::fence_operands(o);
       ptx::fence_operands(p);
       ptx::wgmma_fence();
-      product(false);
+      product();
       end_product();
     };
 
@@ -279,7 +264,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
       __syncwarp();
       if (lane == 0) received(turn);
       const Work<S, P> w(order, band, max(piece, 0), rank);
-      const i32 first_row = w.first_row + w.apart * mine,
+      const i32 first_row = w.first_row + 64 * mine,
                 last_row = first_row < 0 ? first_row - 1 : min(first_row + 64, band.n_q) - 1;
       i32 begin, end, cta_begin, cta_end;  // tiles that this warpgroup sees, that the CTA sees
       Work<S, P>::tiles(band, first_row, last_row, begin, end);
@@ -289,16 +274,11 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
                 full_end = band.high(first_row) / kBlockN;
       const u32 slot = turn % P::kQStages * kWarpgroups + mine;
       const u32 q = ptx::opaque(base + L::kQ + slot * L::kQSlot);
-      auto release_q = [&] {
-        if (lane == 0) ptx::mbarrier_arrive(base + L::kQEmpty + 8 * slot);
-      };
       auto wait_q = [&] {
         ptx::mbarrier_wait(base + L::kQFull + 8 * slot, turn / P::kQStages % 2);
-        if constexpr (P::kHeldQ) {
-          load_q<S>(held, q);
-          __syncwarp();
-          release_q();
-        }
+      };
+      auto release_q = [&] {
+        if (lane == 0) ptx::mbarrier_arrive(base + L::kQEmpty + 8 * slot);
       };
 
       // Tiles that are here for others. Every warpgroup of a CTA takes as many turns: one for each
@@ -354,7 +334,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
       auto finish_rows = [&] {
         const Work<S, P> done(order, band, ptx::opaque(before), rank);
         const int thread = ptx::thread_index() % 128;
-        const i32 row = done.first_row + done.apart * mine + thread / 32 * 16 + thread % 32 / 4;
+        const i32 row = done.first_row + 64 * mine + thread / 32 * 16 + thread % 32 / 4;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           l[i] = quad_sum(state[i].l);
@@ -368,32 +348,12 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
         }
       };
 
-      // Whether the next tiles of K and V are there, asked early.
-      bool ready = false;
-      auto look_ahead = [&] {
-        if constexpr (P::kEarly) {
-          ready =
-              ptx::mbarrier_test_wait_parity(base + L::kKFull + 8 * (k % kStages),
-                                             k / kStages % 2) &
-              ptx::mbarrier_test_wait_parity(base + L::kVFull + 8 * (v % kStages), v / kStages % 2);
-        }
-      };
-
-      auto scores = [&] {
-        const u32 at = base + L::kK + k % kStages * S::K::kBytes;
-        if constexpr (P::kHeldQ) {
-          issue_scores<S>(s, held, at);
-        } else {
-          issue_scores<S>(s, q, at);
-        }
-      };
-
       // S and P of a tile, while O takes the P before.
       auto step = [&](i32 tile, Step kind) {
         const bool first = kind == Step::kAlone || kind == Step::kJoined;
-        if (!(P::kEarly && ready)) wait_k();
+        wait_k();
         if (!first) {
-          if (!(P::kEarly && ready)) wait_v();
+          wait_v();
           if (kind != Step::kPlain && w.scanned(tile + 1)) found |= wait_clean();
         }
         wait_turn();
@@ -401,14 +361,10 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
         ptx::fence_operands(o);
         ptx::fence_operands(p);
         ptx::wgmma_fence();
-        scores();
+        issue_scores<S>(s, q, base + L::kK + k % kStages * S::K::kBytes);
         ptx::wgmma_commit_group();
-        if (kind != Step::kAlone) {
-          product(true);
-        }
-        const bool after_s = P::kPassAfterS || (P::kPassAfterO && kind == Step::kAlone),
-                   after_o = P::kPassAfterO && kind != Step::kAlone;
-        if (!(P::kEarlyPass && kind != Step::kAlone) && !after_s && !after_o) pass_turn();
+        if (kind != Step::kAlone) product();
+        pass_turn();
         if (kind == Step::kJoined) finish_rows();
         if (kind != Step::kAlone) {
           ptx::wgmma_wait_group<1>();
@@ -416,26 +372,13 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
           ptx::wgmma_wait_group<0>();
         }
         ptx::fence_operands(s);
-        if (after_s) pass_turn();
         release_k();
-        if (!P::kHeldQ && tile == begin) release_q();
+        if (tile == begin) release_q();
         cap();
-        if constexpr (P::kStays && A::kReference != Reference::kStale) {
-          if (kind == Step::kPlain) {
-            update_whole<A, Half>(state, s, p, o, params.c, [&] {
-              end_product();
-              if (after_o) pass_turn();
-              look_ahead();
-            });
-            return;
-          }
-        }
         if (kind != Step::kPlain) mask(tile);
         if (first) state[0] = state[1] = RowState();
         if constexpr (A::kReference != Reference::kStale) to_p();
         if (kind != Step::kAlone) end_product();
-        if (after_o) pass_turn();
-        if (kind == Step::kPlain) look_ahead();
         if constexpr (A::kReference == Reference::kStale) {
           to_p();
         } else {
@@ -467,7 +410,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
         const Work<S, P> done(order, band, ptx::opaque(before), rank);
         const i32 batch = order.by_batch.of(done.flat_head),
                   head = done.flat_head - batch * order.in_batch;
-        const Rows rows = {batch, head, done.first_row + done.apart * mine};
+        const Rows rows = {batch, head, done.first_row + 64 * mine};
         const int thread = ptx::thread_index() % 128;
         const i32 row = rows.first + thread / 32 * 16 + thread % 32 / 4;
         float inverse[2];
@@ -503,7 +446,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
         wait_q();
         if (end > begin) {
           step(end - 1, Step::kAlone);
-        } else if (!P::kHeldQ) {
+        } else {
           release_q();
         }
       }
@@ -518,7 +461,6 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
           step(tile, Step::kEdge);
 #pragma unroll 1
         for (; tile >= plain_begin && tile < plain_end; --tile) step(tile, Step::kPlain);
-        ready = false;
       }
       pending = end > begin;
       if (pending) {

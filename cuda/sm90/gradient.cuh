@@ -16,12 +16,6 @@ namespace cuflash::sm90 {
 
 constexpr u32 kWholeWarp = 0xffffffffu;
 constexpr int kConsumers = 256, kThreads = 384;  // two warpgroups, and one that loads and stores
-// Registers of a thread that loads and stores, and of a consumer's: what the launch gave, shared
-// anew.
-template <bool kMost>
-constexpr int kLoaderRegs = kMost ? 24 : 40;
-template <bool kMost>
-constexpr int kConsumerRegs = kMost ? 240 : 232;
 // Named barriers; 0 is __syncthreads.
 constexpr u32 kTurn = 1, kWarpgroup = 3, kBoth = 5;  // the first two + warpgroup
 

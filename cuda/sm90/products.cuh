@@ -7,51 +7,28 @@
 
 namespace cuflash::sm90 {
 
-// S = Q K^T of one warpgroup, issued: kCount keys of the tile from kFirst on.
-template <class S, int kFirst = 0, int kCount = S::kBlockN>
+// S = Q K^T of one warpgroup, issued.
+template <class S>
 __device__ __forceinline__ void issue_scores(Scores<S::kGroups>& s, u32 q, u32 k) {
-  const u32 a = ptx::opaque(descriptor(q, 16)), b = descriptor(k + kFirst * kPanelPitch, 16);
+  const u32 a = ptx::opaque(descriptor(q, 16)), b = descriptor(k, 16);
 #pragma unroll
   for (int kk = 0; kk < S::kD / 16; ++kk) {
     const u32 a_step = (kk / 4 * S::Q::kPanelBytes + kk % 4 * 32) / 16,
               b_step = (kk / 4 * S::K::kPanelBytes + kk % 4 * 32) / 16;
-    ptx::Wgmma<kCount>::template ss<S::kBf16, kFirst / 8>(s, whole(a + a_step), whole(b + b_step),
-                                                          kk > 0);
+    ptx::Wgmma<S::kBlockN>::template ss<S::kBf16, 0>(s, whole(a + a_step), whole(b + b_step),
+                                                     kk > 0);
   }
-}
-
-// The same with Q in registers.
-template <class S, int kFirst = 0, int kCount = S::kBlockN>
-__device__ __forceinline__ void issue_scores(Scores<S::kGroups>& s, const u32 (&q)[S::kD / 16][4],
-                                             u32 k) {
-  const u32 b = ptx::opaque(descriptor(k + kFirst * kPanelPitch, 16));
-#pragma unroll
-  for (int kk = 0; kk < S::kD / 16; ++kk) {
-    const u32 b_step = (kk / 4 * S::K::kPanelBytes + kk % 4 * 32) / 16;
-    ptx::Wgmma<kCount>::template rs_k<S::kBf16, kFirst / 8>(s, q[kk], whole(b + b_step), kk > 0);
-  }
-}
-
-// A warp's rows of Q, from shared memory.
-template <class S>
-__device__ __forceinline__ void load_q(u32 (&q)[S::kD / 16][4], u32 from) {
-  const int thread = ptx::thread_index() % 128;
-  const int row = thread / 32 * 16 + thread % 16, half = thread % 32 / 16 * 8;
-#pragma unroll
-  for (int kk = 0; kk < S::kD / 16; ++kk)
-    ptx::ldmatrix_x4(q[kk], from + S::Q::chunk(row, kk * 16 + half));
 }
 
 // o += P V, issued; with it the sum of the rounded P in the group of columns after V's.
-template <class S, Ones kOnes, int kColumns, class F>
+template <class S, Ones kOnes, int kColumns>
 __device__ __forceinline__ void issue_output(Scores<kColumns>& o, const u32 (&p)[S::kGroups / 2][4],
-                                             u32 v, u32 ones, F near_end) {
+                                             u32 v, u32 ones) {
   constexpr int kDv = S::kDv, kGroupsV = kDv / 8;
   const u32 b = descriptor(v, S::V::kPanelBytes);
 #pragma unroll
   for (int kk = 0; kk < S::kBlockN / 16; ++kk) {
     const u32 step = kk * 16 * kPanelPitch / 16;
-    if (kk == S::kBlockN / 16 - 1) near_end();
     if constexpr (kOnes == Ones::kJoined) {
       constexpr int kFirst = kDv - kPanelCols;  // columns of the product without the ones
       if constexpr (kFirst > 0)

@@ -24,16 +24,13 @@ struct Shape {
 
 // What changes no bit. kWarpgroups: consumers. kStages: of K and of V. kQStages: of Q. kJoined: a
 // block's last product runs beside the first scores of the next block.
-template <int kWarpgroups_, int kCluster_, int kStages_, int kQStages_, bool kDynamic_,
-          bool kPingPong_, bool kJoined_, Ones kOnes_, int kTry_ = 0>
+template <int kWarpgroups_, int kCluster_, int kStages_, int kQStages_, bool kPingPong_,
+          bool kJoined_, Ones kOnes_>
 struct Schedule {
   static constexpr int kWarpgroups = kWarpgroups_, kCluster = kCluster_, kStages = kStages_,
                        kQStages = kQStages_;
-  static constexpr bool kDynamic = kDynamic_, kPingPong = kPingPong_, kJoined = kJoined_;
+  static constexpr bool kPingPong = kPingPong_, kJoined = kJoined_;
   static constexpr Ones kOnes = kOnes_;
-  static constexpr bool kStays = kTry_ & 1, kEarly = kTry_ & 2, kHeldQ = kTry_ & 4,
-                        kEarlyPass = kTry_ >> 3 == 1, kPassAfterS = kTry_ >> 3 == 2,
-                        kPassAfterO = kTry_ >> 3 == 3;
   static constexpr int kBlockM = 64 * kWarpgroups, kThreads = 128 * (kWarpgroups + 1);
   // Registers of a producer's and of a consumer's thread: what the launch gave, shared anew.
   static constexpr int kProducerRegs = kWarpgroups == 2 ? 40 : 32;
@@ -96,8 +93,7 @@ struct Divisor {
 // Blocks of rows of all heads, in sets of heads whose K and V stay in the L2 cache together. The
 // last set has what is left.
 struct Order {
-  i32 works;                    // pieces: blocks of all heads, the last ones in halves
-  i32 whole;                    // pieces that are whole blocks
+  i32 works;                    // blocks of all heads
   i32 blocks;                   // of one head
   i32 first_block, next_block;  // the block taken first, the step to the one taken after it
   i32 whole_sets;               // before the last one
@@ -115,7 +111,6 @@ template <class S, class P>
 struct Work {
   i32 flat_head;
   i32 first_row, first, last_row;  // first: not before row 0; last_row < first: nothing
-  i32 apart;                       // rows from one warpgroup's first to the next one's
   i32 begin, end;                  // of the cluster: loaded by both CTAs
   i32 full_begin, full_end;        // tiles that every row of the CTA sees whole
   i32 clean_begin, clean_end;      // tiles of which every row sees all keys that exist
@@ -127,26 +122,20 @@ struct Work {
     end = high > low ? (high + S::kBlockN - 1) / S::kBlockN : begin;
   }
 
-  // The heads of a set side by side; their heavy blocks first. Of half a block the first warpgroup
-  // has the rows, and the other one begins where there are none.
+  // The heads of a set side by side; their heavy blocks first.
   __device__ __forceinline__ Work(const Order& order, const Band& band, i32 work, i32 rank) {
     constexpr i32 kRows = P::kBlockM * P::kCluster;
-    const i32 past = work - order.whole;
-    const bool half = P::kWarpgroups == 2 && P::kCluster == 1 && past >= 0;
-    if (half) work = order.whole + past / 2;
     const i32 set = order.by_set.of(work), first_head = set * order.set;
     const i32 rest = work - first_head * order.blocks;
     const bool last = set == order.whole_sets;
     const i32 above = (last ? order.by_last : order.by_head).of(rest);
     const i32 block = order.first_block + above * order.next_block;
     flat_head = first_head + rest - above * (last ? order.last : order.set);
-    const i32 start = block * kRows - order.shift + (half ? past % 2 * 64 : 0);
-    const i32 rows = half ? 64 : P::kBlockM;
-    tiles(band, max(start, 0), min(start + rows * P::kCluster, band.n_q) - 1, begin, end);
+    const i32 start = block * kRows - order.shift;
+    tiles(band, max(start, 0), min(start + kRows, band.n_q) - 1, begin, end);
     first_row = start + rank * P::kBlockM;
     first = max(first_row, 0);
-    last_row = min(first_row + rows, band.n_q) - 1;
-    apart = half ? band.n_q - first_row : 64;
+    last_row = min(first_row + P::kBlockM, band.n_q) - 1;
     const i32 high = band.high(first);
     full_begin = clean_begin = (band.low(last_row) + S::kBlockN - 1) / S::kBlockN;
     full_end = high / S::kBlockN;
