@@ -15,7 +15,7 @@ from cuflash import planner, sm80_backward, sm90_backward
 from cuflash.compiler import compile_kernel, multiprocessors
 from cuflash.problem import GpuProblem
 from cuflash.sm80_forward import FIXED
-from cuflash.sm90_backward import INSTANCES, Shape, shape_of, shared_bytes
+from cuflash.sm90_backward import INSTANCES, Shape, interleaved_heads, shape_of, shared_bytes
 from cuflash.sm90_forward import SHARED_BYTES, TARGET
 from emulation.backward import flash_vjp
 from emulation.plan import BackwardPlan, Numerics, Plan
@@ -65,6 +65,24 @@ def test_shared_memory_fits(softcap: bool) -> None:
         for d_v in widths:
             plan = plan_of("bfloat16", max(d, d_v))
             assert shared_bytes(plan, d, d_v, shape_of(d, d_v, softcap)) <= SHARED_BYTES
+
+
+@pytest.mark.parametrize(
+    ("n", "d", "heads"),
+    [
+        (1024, 64, 16),
+        (1024, 128, 16),
+        (4096, 64, 8),
+        (4096, 256, 4),
+        (16384, 128, 2),
+        (2**17, 64, 1),
+    ],
+)
+def test_heads_side_by_side(n: int, d: int, heads: int) -> None:
+    """Two tiles of keys a multiprocessor, but no more heads than fit into the L2 cache, nor 16."""
+    q = np.broadcast_to(np.float16(0), (64, n, d))
+    tiles = -(-n // (128 if d <= 128 else 64))
+    assert interleaved_heads(Problem.of(q, q, q), tiles, 132) == heads
 
 
 def test_planner_says_where_they_run() -> None:
