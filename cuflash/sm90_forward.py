@@ -72,6 +72,7 @@ class Schedule:
     stages: int
     q_stages: int
     ping_pong: bool
+    early: bool
     joined: bool = True
     ones: str = "kApart"
 
@@ -109,8 +110,9 @@ def schedule_of(d: int, d_v: int, softcap: bool) -> Schedule:
     """The schedule for these head dimensions.
 
     Registers hold three warpgroups' S, P and O only where O is narrow, and not beside the
-    arithmetic of softcap. Clusters of two CTAs, which share every tile of K and V, and a third
-    stage were nowhere faster (bench/NOTES.md).
+    arithmetic of softcap. At 64 columns they take turns at the tensor cores; wider ones are faster
+    without, and at 128 if they ask early whether the next tiles are there. Clusters of two CTAs,
+    which share every tile of K and V, and a third stage were nowhere faster (bench/NOTES.md).
     """
     width = max(width_of(d), width_of(d_v))
     return Schedule(
@@ -118,7 +120,8 @@ def schedule_of(d: int, d_v: int, softcap: bool) -> Schedule:
         cluster=1,
         stages=2,
         q_stages=2 if 64 < width < 192 else 1,
-        ping_pong=width < 192,
+        ping_pong=width == 64,
+        early=64 < width < 192,
     )
 
 
@@ -147,8 +150,8 @@ def forward_instantiation(
     parts = (
         f"cuflash::sm90::Shape<cuflash::{HALVES[plan.format]},{sizes}>",
         f"cuflash::sm90::Schedule<{schedule.warpgroups},{schedule.cluster},{schedule.stages},"
-        f"{schedule.q_stages},{flag(schedule.ping_pong)},{flag(schedule.joined)},"
-        f"cuflash::sm90::Ones::{ones}>",
+        f"{schedule.q_stages},{flag(schedule.ping_pong)},{flag(schedule.early)},"
+        f"{flag(schedule.joined)},cuflash::sm90::Ones::{ones}>",
         arithmetic(plan),
         flag(softcap),
         flag(plan.numerics.out == "float32"),

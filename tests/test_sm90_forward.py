@@ -120,8 +120,10 @@ def test_no_schedule_changes_a_bit(d: int, causal: bool) -> None:
     q, k, v = sample("outlier", n=700, d=d, heads=3, dtype="bfloat16")
     want, want_lse = launched(q, k, v, None, causal=causal)
     plain = dataclasses.replace(schedule_of(d, d, False), q_stages=1)
-    for cluster, ping_pong, joined in itertools.product((1, 2), (False, True), (False, True)):
-        schedule = dataclasses.replace(plain, cluster=cluster, ping_pong=ping_pong, joined=joined)
+    either = (False, True)
+    for cluster, ping_pong, early, joined in itertools.product((1, 2), either, either, either):
+        choice = {"cluster": cluster, "ping_pong": ping_pong, "early": early, "joined": joined}
+        schedule = dataclasses.replace(plain, **choice)
         out, lse = launched(q, k, v, schedule, causal=causal)
         assert_same(f"{schedule} lse", lse, want_lse)
         assert_same(f"{schedule} out", out, want)

@@ -43,6 +43,31 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
   }
 }
 
+// Asks, and does not wait.
+__device__ __forceinline__ bool mbarrier_test_wait_parity(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+// A wait that may be long: the warp sleeps, for up to 10 ms at a time, instead of asking again and
+// again.
+__device__ __forceinline__ void mbarrier_wait_asleep(u32 barrier, u32 parity) {
+  u32 done = 0;
+  while (done == 0) {
+    asm volatile(
+        "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2, 10000000; "
+        "selp.u32 %0, 1, 0, p;}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  }
+}
+
 // Arrivals at a barrier of any CTA of the cluster (an address of `mapa`). The plain form orders
 // what the barrier's own data needs; the release form also orders other writes, at the cost of a
 // fence.

@@ -122,7 +122,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
         if (rank == 0) {
           // Every cluster asks once more than it gets work, so the counter ends at 0.
           next = clusters + static_cast<i32>(atomicInc(params.counter, order.works + clusters - 1));
-          ptx::mbarrier_wait(base + L::kWorkEmpty + 8 * (turn % 2), turn / 2 % 2 ^ 1);
+          ptx::mbarrier_wait_asleep(base + L::kWorkEmpty + 8 * (turn % 2), turn / 2 % 2 ^ 1);
           const i32 told = work < order.works ? work : -1;
           const u32 slot = base + L::kWork + 4 * (turn % 2);
           const u32 full = base + L::kWorkFull + 8 * (turn % 2);
@@ -143,14 +143,14 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
                   head = w.flat_head - batch * order.in_batch, kv_head = order.by_group.of(head);
         auto load_k = [&](i32 tile) {
           const u32 stage = k_turn % kStages;
-          ptx::mbarrier_wait(base + L::kKEmpty + 8 * stage, k_turn / kStages % 2 ^ 1);
+          ptx::mbarrier_wait_asleep(base + L::kKEmpty + 8 * stage, k_turn / kStages % 2 ^ 1);
           load_tile(params.k_map, base + L::kK + stage * S::K::kBytes, base + L::kKFull + 8 * stage,
                     S::K::kBytes, S::K::kCount, tile, kv_head, batch);
           ++k_turn;
         };
         auto load_v = [&](i32 tile) {
           const u32 stage = v_turn % kStages;
-          ptx::mbarrier_wait(base + L::kVEmpty + 8 * stage, v_turn / kStages % 2 ^ 1);
+          ptx::mbarrier_wait_asleep(base + L::kVEmpty + 8 * stage, v_turn / kStages % 2 ^ 1);
           load_tile(params.v_map, base + L::kV + stage * S::V::kBytes, base + L::kVFull + 8 * stage,
                     S::V::kBytes, S::V::kCount, tile, kv_head, batch);
           ++v_turn;
@@ -159,7 +159,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
         const u32 q_parity = turn / P::kQStages % 2 ^ 1;
         for (int i = 0; i < kWarpgroups; ++i) {
           const u32 slot = turn % P::kQStages * kWarpgroups + i, full = base + L::kQFull + 8 * slot;
-          ptx::mbarrier_wait(base + L::kQEmpty + 8 * slot, q_parity);
+          ptx::mbarrier_wait_asleep(base + L::kQEmpty + 8 * slot, q_parity);
           ptx::mbarrier_arrive_expect_tx(full, S::Q::kBytes);
           for (int panel = 0; panel < S::Q::kCount; ++panel) {
             ptx::tma_load_4d(base + L::kQ + slot * L::kQSlot + panel * S::Q::kPanelBytes,
@@ -186,7 +186,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
         Work<S, P>::tiles(band, w.first, w.last_row, begin, end);
         for (i32 tile = w.end - 1; tile >= w.begin; --tile, ++v_turn) {
           const u32 stage = v_turn % kStages;
-          ptx::mbarrier_wait(base + L::kVFull + 8 * stage, v_turn / kStages % 2);
+          ptx::mbarrier_wait_asleep(base + L::kVFull + 8 * stage, v_turn / kStages % 2);
           if (tile < end && tile >= begin && w.scanned(tile)) {
             char* v = shared + L::kV + stage * S::V::kBytes;
             if (clear_nonfinite<Half, S::V::kBytes, 32 * P::kScanWarps>(v, threadIdx.x - 32))
@@ -348,12 +348,24 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
         }
       };
 
+      // Whether the tiles that the next step waits for are there: asked while this one's scores
+      // are looked through, so that the answer costs no time.
+      bool ready = false;
+      auto ask = [&] {
+        const u32 next_k = k + 1, next_v = v + 1;
+        return ptx::mbarrier_test_wait_parity(base + L::kKFull + 8 * (next_k % kStages),
+                                              next_k / kStages % 2) &
+               ptx::mbarrier_test_wait_parity(base + L::kVFull + 8 * (next_v % kStages),
+                                              next_v / kStages % 2);
+      };
+
       // S and P of a tile, while O takes the P before.
       auto step = [&](i32 tile, Step kind) {
         const bool first = kind == Step::kAlone || kind == Step::kJoined;
-        wait_k();
+        const bool asked = P::kEarly && !first && ready;
+        if (!asked) wait_k();
         if (!first) {
-          wait_v();
+          if (!asked) wait_v();
           if (kind != Step::kPlain && w.scanned(tile + 1)) found |= wait_clean();
         }
         wait_turn();
@@ -372,6 +384,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
           ptx::wgmma_wait_group<0>();
         }
         ptx::fence_operands(s);
+        if (P::kEarly && kind == Step::kPlain) ready = ask();
         release_k();
         if (tile == begin) release_q();
         cap();
@@ -461,6 +474,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
           step(tile, Step::kEdge);
 #pragma unroll 1
         for (; tile >= plain_begin && tile < plain_end; --tile) step(tile, Step::kPlain);
+        ready = false;
       }
       pending = end > begin;
       if (pending) {

@@ -22,14 +22,15 @@ struct Shape {
   using V = Panels<kBlockN, kDv>;
 };
 
-// What changes no bit. kWarpgroups: consumers. kStages: of K and of V. kQStages: of Q. kJoined: a
-// block's last product runs beside the first scores of the next block.
+// What changes no bit. kWarpgroups: consumers. kStages: of K and of V. kQStages: of Q. kPingPong:
+// warpgroups take turns at the tensor cores. kEarly: a step asks for the next one's tiles. kJoined:
+// a block's last product runs beside the first scores of the next block.
 template <int kWarpgroups_, int kCluster_, int kStages_, int kQStages_, bool kPingPong_,
-          bool kJoined_, Ones kOnes_>
+          bool kEarly_, bool kJoined_, Ones kOnes_>
 struct Schedule {
   static constexpr int kWarpgroups = kWarpgroups_, kCluster = kCluster_, kStages = kStages_,
                        kQStages = kQStages_;
-  static constexpr bool kPingPong = kPingPong_, kJoined = kJoined_;
+  static constexpr bool kPingPong = kPingPong_, kEarly = kEarly_, kJoined = kJoined_;
   static constexpr Ones kOnes = kOnes_;
   static constexpr int kBlockM = 64 * kWarpgroups, kThreads = 128 * (kWarpgroups + 1);
   // Registers of a producer's and of a consumer's thread: what the launch gave, shared anew.
