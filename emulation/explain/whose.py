@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from emulation.explain.exact import Index
 from emulation.peers import plan_of
-from emulation.plan import Numerics, Plan, default_plan
+from emulation.plan import C, Numerics, Plan, default_plan
 from emulation.problem import Array, Problem, numpy_dtype
 from emulation.standard import standard_machine, standard_rows
 from emulation.tiled import constants, machine_of
@@ -89,7 +89,7 @@ def emulated(problem: Problem, plan: Plan | None, rows: Index) -> tuple[Array, A
             else:
                 m = machine_of(plan)
                 q = m.input(problem.q[h, rows])
-                found = walk_of(plan)(m, plan, constants(m, problem), q, k, v, lo, hi)
+                found = walk_of(plan)(m, plan, constants(m, problem, plan), q, k, v, lo, hi)
             out[h] = found.out.astype(out.dtype)
             lse[h] = np.where(hi > lo, found.lse, np.float32(-np.inf))
     return out, lse
@@ -139,6 +139,7 @@ def whose(bits: Bits) -> list[Share]:
 _FIELDS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("score", ("fused", "unfused", "scaled")),
     ("row_sum_order", ("running", "tile", "joined", "groups")),
+    ("c", get_args(C)),
     ("alpha", ("maxima", "references")),
     ("join", ("01+23", "02+13")),
     ("inverse", ("ieee", "hardware")),
