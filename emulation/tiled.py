@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -69,6 +69,15 @@ def unrounded_c(unit: float, rule: C) -> float:
     if rule == "once":
         return unit * LOG2E
     return float(np.float32(unit)) * (LOG2E if rule == "float scale" else float(np.float32(LOG2E)))
+
+
+def c_rules(problem: Problem) -> list[C]:
+    """Of `Plan.c`, the first for every c that they give: for most head dimensions all give one."""
+    unit = problem.scale if problem.softcap is None else problem.softcap
+    found: dict[float, C] = {}
+    for rule in get_args(C):
+        found.setdefault(float(np.float32(unrounded_c(unit, rule))), rule)
+    return list(found.values())
 
 
 def constants(m: Machine, problem: Problem, plan: Plan | None) -> Constants:

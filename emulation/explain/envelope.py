@@ -11,7 +11,6 @@ unfused softmax.
 from __future__ import annotations
 
 import dataclasses
-from typing import get_args
 
 import numpy as np
 
@@ -19,9 +18,9 @@ from emulation.bound_forward import forward, standard
 from emulation.bounds import backward_bound
 from emulation.explain.exact import F64, Index
 from emulation.oracle.result import refuse_nonfinite
-from emulation.plan import BackwardPlan, C, Numerics, Plan
+from emulation.plan import BackwardPlan, Numerics, Plan
 from emulation.problem import Problem
-from emulation.tiled import unrounded_c
+from emulation.tiled import c_rules
 
 #: Rows times keys times columns up to which a shared error of P is followed value by value.
 EXACT = 1 << 25
@@ -52,21 +51,12 @@ def family(problem: Problem) -> list[Plan]:
     other = dataclasses.replace(worst, direction="left-to-right", score="unfused", alpha="maxima")
     plans = [
         worst,
-        *(dataclasses.replace(other, lse="c ln2", c=rule) for rule in rules(problem)),
+        *(dataclasses.replace(other, lse="c ln2", c=rule) for rule in c_rules(problem)),
         dataclasses.replace(worst, numerics=_ROUNDED),
     ]
     if not half:  # fp32 inputs on a tensor core of bfloat16 terms, and by chains of FMAs
         plans += [dataclasses.replace(p, wide="fma") for p in plans]
     return plans
-
-
-def rules(problem: Problem) -> list[C]:
-    """Of `Plan.c`, the first for every c that they give: for most head dimensions all give one."""
-    unit = problem.scale if problem.softcap is None else problem.softcap
-    found: dict[float, C] = {}
-    for rule in get_args(C):
-        found.setdefault(float(np.float32(unrounded_c(unit, rule))), rule)
-    return list(found.values())
 
 
 def envelope(problem: Problem, rows: Index, plans: list[Plan] | None = None) -> tuple[F64, F64]:
@@ -101,6 +91,6 @@ def gradient_envelope(
     """Bounds of |dq - exact| (H, N_q, D), |dk - exact| and |dv - exact| (H_kv, N_k, ...)."""
     chosen = plans
     if chosen is None:
-        chosen = [dataclasses.replace(family(problem)[0], c=rule) for rule in rules(problem)]
+        chosen = [dataclasses.replace(family(problem)[0], c=rule) for rule in c_rules(problem)]
     found = [backward_bound(problem, plan, dout) for plan in chosen]
     return {n: np.max([f[i] for f in found], axis=0) for i, n in enumerate(("dq", "dk", "dv"))}

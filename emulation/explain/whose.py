@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from emulation.peers import plan_of
 from emulation.plan import C, Numerics, Plan, default_plan
 from emulation.problem import Array, Problem, numpy_dtype
 from emulation.standard import standard_machine, standard_rows
-from emulation.tiled import constants, machine_of
+from emulation.tiled import c_rules, constants, machine_of
 from emulation.walks import walk_of
 
 #: Scores a candidate may take: about 0.1 s.
@@ -139,7 +139,6 @@ def whose(bits: Bits) -> list[Share]:
 _FIELDS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("score", ("fused", "unfused", "scaled")),
     ("row_sum_order", ("running", "tile", "joined", "groups")),
-    ("c", get_args(C)),
     ("alpha", ("maxima", "references")),
     ("join", ("01+23", "02+13")),
     ("inverse", ("ieee", "hardware")),
@@ -170,11 +169,23 @@ def search(bits: Bits, progress: Callable[[str, float], None] | None = None) -> 
     """The Plan that reproduces most bits of an unknown kernel's output.
 
     First every direction and tile, with FlashAttention-2's other choices; then one field after the
-    other, twice round, keeping what fits best.
+    other, twice round, keeping what fits best. All of it again with c rounded otherwise, where that
+    makes another c and bits are still missing.
     """
+    found: list[Share] = []
+    for rule in c_rules(bits.problem):
+        found.append(_search(bits, rule, progress))
+        if found[-1].all_bits:
+            break
+    return max(found, key=lambda s: s.score)
+
+
+def _search(bits: Bits, rule: C, progress: Callable[[str, float], None] | None) -> Share:
+    """`search` under one rule of c."""
     start = Plan(
         numerics=Numerics(reference="row-max", row_sum="unrounded", delta="rounded"),
         format=bits.problem.dtype,  # type: ignore[arg-type]  # checked by Problem
+        c=rule,
         score="unfused",
         alpha="maxima",
         row_sum_order="running",
