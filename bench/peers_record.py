@@ -6,15 +6,17 @@
 On a GPU it writes FOLDER/peers_KERNEL.npz: one head that is run 48 times side by side (so that
 FlashAttention-2 splits no keys), N = 384, of every head dimension, format and mask with its
 gradients, and of head dimensions whose c depends on how it is rounded without; of the unfused path,
-whose products are cuBLAS's, also one head alone. What a kernel refuses is listed. --compare prints
-the equal shares of O and LSE under the kernel's Plan, and of dQ, dK and dV, formed from the recorded
-O and LSE, under its order of sums, and under another that a `BackwardPlan` can say where that gives
-more.
+whose products are cuBLAS's, also one head alone. What a kernel refuses is listed.
+
+--compare prints the equal shares of O and LSE under the kernel's Plan, and of dQ, dK and dV, formed
+from the recorded O and LSE, under its order of sums; and where that gives more, under another
+`Plan.c` or another order of `BackwardPlan`.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -25,7 +27,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -35,6 +37,7 @@ from bench.gpu_kernels import Task, called, fa3_with_gradients, gradients
 from emulation import Plan, Problem, plan_of
 from emulation.backward import Saved, finite_lse, flash_backward
 from emulation.explain.whose import emulated
+from emulation.plan import C
 from emulation.problem import Array
 from emulation.samples import sample
 from emulation.tiled import machine_of
@@ -161,11 +164,11 @@ def versions() -> dict[str, str]:
 def write_all(folder: Path) -> int:
     """A file for every kernel; 1 if PyTorch's kernels gave no gradient."""
     folder.mkdir(parents=True, exist_ok=True)
-    start, missing = time.perf_counter(), []
+    start, missing, made_by = time.perf_counter(), [], json.dumps(versions())
     for kernel in KERNELS:
         arrays, refused = record(kernel, cases_of(kernel))
         path = folder / f"peers_{kernel}.npz"
-        more = {"kernel": np.array(kernel), "versions": np.array(json.dumps(versions()))}
+        more = {"kernel": np.array(kernel), "versions": np.array(made_by)}
         np.savez_compressed(path, **arrays, **more)  # type: ignore[arg-type]
         given = [n for n in arrays if not n.endswith(("_same", "/inputs"))]
         unlike = {  # sums in no fixed order
@@ -206,7 +209,8 @@ def share(got: Array, want: Array) -> float:
 
 
 def compare(kernel: str, case: Case, recorded: dict[str, Array]) -> dict[str, dict[str, float]]:
-    """Equal shares of every array: under the kernel's Plan and, of gradients, every other order.
+    """Equal shares of every array: under the kernel's Plan and, of O and LSE, other roundings of c;
+    of gradients, every other order.
 
     Raises ValueError where the inputs are not those that were recorded.
     """
@@ -219,12 +223,13 @@ def compare(kernel: str, case: Case, recorded: dict[str, Array]) -> dict[str, di
     held = {n: x.view(dout.dtype) if x.dtype == np.uint16 else x for n, x in held.items()}
     problem = Problem.of(q, k, v, causal=case.causal)
     plan = plan_of(kernel, q, k, v, causal=case.causal)
-    expected = dict(zip(("out", "lse"), emulated(problem, plan, np.arange(case.n)), strict=True))
-    found = {
-        n: {OWN: share(x, expected[n.removeprefix("saved_")])}
-        for n, x in held.items()
-        if n not in GRADIENTS
-    }
+    others = {f"c {c}": dataclasses.replace(plan, c=c) for c in get_args(C) if c != plan.c}
+    found: dict[str, dict[str, float]] = {}
+    for word, other in {OWN: plan, **(others if plan.algorithm == "tiled" else {})}.items():
+        both = emulated(problem, other, np.arange(case.n))
+        expected = dict(zip(("out", "lse"), both, strict=True))
+        for n in (n for n in held if n not in GRADIENTS):
+            found.setdefault(n, {})[word] = share(held[n], expected[n.removeprefix("saved_")])
     out, lse = (held.get(f"saved_{n}", held.get(n)) for n in ("out", "lse"))
     if plan.algorithm != "tiled" or out is None or lse is None or "dk" not in held:
         return found

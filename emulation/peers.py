@@ -4,7 +4,7 @@ Forward: fa3-fwd 0.0.3; FlashAttention-2, cuDNN 9.19 and the memory-efficient ke
 PyTorch 2.11, found from their outputs on an H200. PyTorch's "math" path and Triton's tutorial are
 read from their sources, and so is the backward of FlashAttention-3 and -2 (dK and dV; dQ is summed
 in no fixed order). Of cuDNN's and the memory-efficient backward nothing is known: their Plans have
-cuflash's.
+cuflash's. Nor do outputs so far tell cuDNN's c = "floats" from "float scale".
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 
 from bench.golden import changed
 from cuflash import planner
-from emulation import Plan, Problem, flash, flash_vjp
+from emulation import Numerics, Plan, Problem, flash, flash_vjp
 from tests.golden_cases import CASES
 
 GOLDEN = Path(__file__).parent / "golden" / "cuflash_h200.npz"
@@ -40,7 +40,7 @@ def test_recorded_plans_are_still_chosen(name: str) -> None:
     problem = Problem.of(*case.inputs()[:3], **case.options)
     with np.load(GOLDEN) as z:
         recorded = str(z[f"{name}/plan"])
-    plan = planner._plan(problem, "sm90", planner.Numerics.of(case.numerics))
+    plan = planner._plan(problem, "sm90", Numerics.of(case.numerics))
     assert Plan.from_json(recorded) == plan
 
 
