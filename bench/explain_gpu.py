@@ -84,13 +84,13 @@ def compared(task: Task, plan: Plan, got: Pair) -> list[int]:
     rows = np.arange(task.q.shape[1])
     problem = Problem.of(task.q, task.k, task.v, causal=task.causal)
     out, lse = emulated(problem, plan, rows)
-    counts = [out.size, _differing(got[0], out, np.uint16), 0, 0]
+    counts = [out.size, differing(got[0], out, np.uint16), 0, 0]
     if got[1] is not None:
-        counts[2:] = [lse.size, _differing(got[1], lse, np.uint32)]
+        counts[2:] = [lse.size, differing(got[1], lse, np.uint32)]
     return counts
 
 
-def _differing(a: Array, b: Array, bits: Any) -> int:
+def differing(a: Array, b: Array, bits: Any) -> int:
     """Elements of other bits; two NaN are equal."""
     other = np.ascontiguousarray(a).view(bits) != np.ascontiguousarray(b).view(bits)
     both = np.isnan(a.astype(np.float32)) & np.isnan(b.astype(np.float32))
@@ -114,7 +114,7 @@ def differentiated(task: Task, dout: Array, plan: Plan, got: Any) -> dict[str, l
     for word, other in orders(plan):
         _, dk, dv = flash_vjp(task.q, task.k, task.v, dout, plan=other, causal=task.causal)
         counts = [dk.size]
-        counts += [x.size - _differing(x, y, np.uint16) for x, y in ((got[1], dk), (got[2], dv))]
+        counts += [x.size - differing(x, y, np.uint16) for x, y in ((got[1], dk), (got[2], dv))]
         found[word] = counts
     return found
 
@@ -227,7 +227,9 @@ def repeated(*arrays: Array) -> tuple[Array, Array, Array]:
 
 
 def backwards(run: Run) -> dict[str, Any]:
-    """Share of equal bits of dK and dV, by kernel and width, under the order that fits best."""
+    """Share of equal bits of dK and dV, by kernel, width, format and mask (which may have kernels
+    of their own), under its Plan and under the order that fits best.
+    """
     n, heads = SMALL
     queued: list[tuple[str, Future[dict[str, list[int]]]]] = []
     for d, dtype, causal in itertools.product(WIDTHS, ("bfloat16", "float16"), (False, True)):
@@ -237,28 +239,27 @@ def backwards(run: Run) -> dict[str, Any]:
         many = Task("normal", *repeated(q, k, v), causal)
         task = Task("normal", q, k, v, causal)
         for kernel in BACKENDS:
+            if kernel == "math":  # unfused Plans have no backward
+                continue
             word = f"backward, {dtype}, D {d}"
             got = run.call(kernel, word, gradients, many, repeated(dout, dout, dout)[0])
             if got is not None and not run.late(0.9):
                 plan = plan_of(kernel, q, k, v, causal=causal)
                 first = tuple(x[:heads] for x in got)
                 job = run.pool.submit(differentiated, task, dout, plan, first)
-                queued.append((f"{kernel}, D {d}", job))
-    table: dict[str, dict[str, Counter[str]]] = {}
-    for name, job in queued:
-        for word, (size, dk, dv) in (run.wait(job) or {}).items():
-            line = table.setdefault(name, {}).setdefault(word, Counter())
-            line.update({"size": size, "dk": dk, "dv": dv})
+                mask = "causal" if causal else "full"
+                queued.append((f"{kernel}, D {d}, {dtype}, {mask}", job))
     shares: dict[str, Any] = {}
-    for name, by_order in table.items():
-        share = {w: [c["dk"] / c["size"], c["dv"] / c["size"]] for w, c in by_order.items()}
+    for name, job in queued:
+        found = run.wait(job)
+        if not found:
+            continue
+        share = {w: [dk / size, dv / size] for w, (size, dk, dv) in found.items()}
         best = max(share, key=lambda w: sum(share[w]))
-        shares[name] = {"its plan": share["its plan"], "best": best, "share": share[best]}
         own, top = share["its plan"], share[best]
-        print(
-            f"{name}: dK, dV equal {own[0]:.6f} {own[1]:.6f} under its plan; best {top[0]:.6f} "
-            f"{top[1]:.6f} under: {best}"
-        )
+        shares[name] = {"its plan": own, "best": best, "share": top}
+        line = f"{name}: dK, dV equal {own[0]:.6f} {own[1]:.6f} under its plan"
+        print(line + (f"; best {top[0]:.6f} {top[1]:.6f}: {best}" if sum(top) > sum(own) else ""))
     print(f"backward: {run.spent():.0f} s", flush=True)
     return shares
 
@@ -278,19 +279,28 @@ def verdicts(run: Run) -> dict[str, Any]:
                 jobs.append((task, run.pool.submit(judged, task, kernel, got)))
     kinds: dict[str, Counter[str]] = {}
     named: Counter[str] = Counter()
+    shared: Counter[str] = Counter()
     for task, job in jobs:
         found = run.wait(job)
         if found is None:
             continue
         kernel, kind, whose = found
         kinds.setdefault(kernel, Counter())[kind] += 1
-        named[kernel] += any(w.startswith(kernel) for w in whose)
+        told = any(w.startswith(kernel) for w in whose)
+        named[kernel] += told
+        shared[kernel] += bool(whose) and not told
         if kind == "another computation":
             print(f"accused: {kernel}, {task.group}, {task.q.dtype}, causal {task.causal}")
     for kernel, counts in kinds.items():
-        print(f"{kernel}: {dict(counts)}; whose arithmetic told in {named[kernel]}")
+        print(
+            f"{kernel}: {dict(counts)}; whose arithmetic told in {named[kernel]}, "
+            f"all bits another's in {shared[kernel]}"
+        )
     print(f"verdicts: {run.spent():.0f} s", flush=True)
-    return {"kinds": {n: dict(c) for n, c in kinds.items()}, "whose": dict(named)}
+    return {
+        "kinds": {n: dict(c) for n, c in kinds.items()}, "whose": dict(named),
+        "all bits another's": dict(shared),
+    }  # fmt: skip
 
 
 def long_one() -> dict[str, Any]:

@@ -56,6 +56,8 @@ def gradient_params(workspaces: Sequence[str], *more: str) -> np.dtype[Any]:
 
 GRADIENT_PARAMS = gradient_params(("lse2", "delta", "sums", "turns", "tickets"), "interleave")
 
+#: The fields of a BackwardPlan that all kernels fix, and how.
+FIXED_BACKWARD: dict[str, Any] = {"queries": "ascending", "score": "fused", "delta_threads": 0}
 #: Rows of the two workspaces are padded to this, so that any block of rows may read them.
 PITCH = 128
 #: Queries of a step where the Plan's tile_m cuts sums.
@@ -150,9 +152,19 @@ def gradient_kernel(plan: Plan, d: int, d_v: int, softcap: bool, limits: Limits)
     return Kernel(instantiation, m, shared + stages * stage, warps)
 
 
+def check_orders(plan: Plan, kernels: str = "sm80") -> None:
+    """ValueError for orders of the backward's sums that these kernels do not have."""
+    for name, value in FIXED_BACKWARD.items():
+        if (got := getattr(plan.backward, name)) != value:
+            raise ValueError(
+                f"plan.backward.{name}: got {got!r}, must be {value!r} on the {kernels} kernels"
+            )
+
+
 def check_backward(plan: Plan, kernel: Kernel, limits: Limits) -> None:
     """ValueError for a Plan whose tiles these kernels do not run on this device."""
     check_plan(plan)
+    check_orders(plan)
     cut = plan.numerics.p == "split" or plan.numerics.accumulate == "promoted"
     if cut and plan.backward.tile_m not in TILES_M:
         allowed = ", ".join(map(str, TILES_M))
@@ -257,7 +269,7 @@ def gradient_fields(problem: Problem, plan: Plan) -> dict[str, Any]:
     return fields | {
         "tile_n": plan.backward.tile_n,
         "descending": plan.backward.dq_order == "descending",
-        "scale": gradient_scale(machine, problem, constants(machine, problem)),
+        "scale": gradient_scale(machine, problem, constants(machine, problem, plan)),
         "pitch": pitch_of(problem.n_q),
         "batch": problem.heads // fields["heads"],
         "n_q": problem.n_q,

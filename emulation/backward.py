@@ -136,7 +136,7 @@ def flash_backward(
     progress: Progress | None = None,
 ) -> Gradients:
     """Gradients with P recomputed from LSE. dout (H, N_q, D_v), dlse (H, N_q) float32 or None."""
-    const = constants(m, problem)
+    const = constants(m, problem, plan)
     xp = rounding.namespace(problem.q)
     lo, hi = (xp.asarray(x) for x in problem.band())
     kv_heads, n_k = int(problem.k.shape[0]), problem.n_k
@@ -253,7 +253,7 @@ def standard_backward(
     """
     if saved.p is None:
         raise ValueError("saved.p: None, must give the stored P")
-    const = constants(m, problem)
+    const = constants(m, problem, None)
     xp = rounding.namespace(problem.q)
     lo, hi = (xp.asarray(x) for x in problem.band())
     columns = xp.arange(problem.n_k)

@@ -23,6 +23,7 @@ from emulation.bound_terms import (
     F64,
     FLUSH,
     TINY,
+    Constants,
     Product,
     Rounding,
     U,
@@ -211,6 +212,9 @@ def _backward(
     e_lse = f.lse * held + np.abs(s.lse2) * (abs(held - LOG2E) + 2.0**-51) * LN2
     e_lse = (e_lse + U * (np.abs(s.lse2) + e_lse) + TINY)[:, None]
     e = s.e + e_lse
+    if plan.score == "scaled":  # s.e is of scale and log2 e apart; the backward multiplies by c
+        c, apart = (Constants.of(problem, plan.c, natural=x).c_held for x in (False, True))
+        e = e + (abs(c / apart - 1.0) + 2.0**-51) * (np.abs(s.y) + s.e)
     x_up = e
     e = e + U * (s.lse2[:, None] - s.y + e) + TINY
     if plan.backward.score == "unfused":

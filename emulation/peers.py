@@ -4,7 +4,7 @@ Forward: fa3-fwd 0.0.3; FlashAttention-2, cuDNN 9.19 and the memory-efficient ke
 PyTorch 2.11, found from their outputs on an H200. PyTorch's "math" path and Triton's tutorial are
 read from their sources, and so is the backward of FlashAttention-3 and -2 (dK and dV; dQ is summed
 in no fixed order). Of cuDNN's and the memory-efficient backward nothing is known: their Plans have
-cuflash's.
+cuflash's. Nor do outputs so far tell cuDNN's c = "floats" from "float scale".
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ SMS = 132  #: of an H200: what FlashAttention-2 decides its splits by
 
 _ORDERS: dict[str, dict[str, Any]] = {
     "fa3": {
-        "direction": "right-to-left", "score": "fused", "alpha": "maxima",
+        "direction": "right-to-left", "c": "float scale", "score": "fused", "alpha": "maxima",
         "row_sum_order": "running", "join": "02+13", "inverse": "hardware", "lse": "c ln2",
     },
     "fa2": {
-        "direction": "right-to-left", "score": "unfused", "alpha": "maxima",
+        "direction": "right-to-left", "c": "float scale", "score": "unfused", "alpha": "maxima",
         "row_sum_order": "running", "join": "02+13", "inverse": "ieee", "lse": "scale",
     },
     "cudnn": {
-        "direction": "left-to-right", "score": "unfused", "alpha": "references",
+        "direction": "left-to-right", "c": "floats", "score": "unfused", "alpha": "references",
         "row_sum_order": "tile", "join": "01+23", "inverse": "hardware", "lse": "reference",
     },
     "efficient": {
@@ -49,7 +49,7 @@ _ORDERS: dict[str, dict[str, Any]] = {
         "row_sum_order": "groups", "join": "01+23", "inverse": "ieee", "lse": "natural",
     },
     "triton": {
-        "direction": "left-to-right", "score": "fused", "alpha": "references",
+        "direction": "left-to-right", "c": "floats", "score": "fused", "alpha": "references",
         "row_sum_order": "joined", "join": "02+13", "inverse": "hardware", "lse": "log2f",
     },
     "math": {"algorithm": "unfused", "wide": "fma", "lse": "natural"},

@@ -18,6 +18,8 @@ from emulation import tensor_core
 from emulation.arguments import echo, one_of
 from emulation.problem import Problem, check_problem
 
+#: How c = scale log2 e is rounded: see `Plan.c`.
+C = Literal["once", "float scale", "floats"]
 #: Of every tile: far beyond any kernel's, and a tile of scores still fits in memory.
 LARGEST_TILE = 2**16
 
@@ -155,7 +157,7 @@ class Plan:
 
     Common to all plans: S starts each tile from zero; sums over k run in ascending steps; lane g of
     a quad owns columns 8 j + 2 g and 8 j + 2 g + 1 of a tile and adds them in ascending order; a
-    wholly masked tile does nothing; c = scale * log2(e), rounded once to fp32.
+    wholly masked tile does nothing; c = scale * log2(e), or softcap * log2(e), in fp32.
     """
 
     numerics: Numerics = field(default_factory=Numerics)
@@ -174,6 +176,10 @@ class Plan:
     #: Keys per tile, and the direction over them.
     tile_n: int = 128
     direction: Literal["right-to-left", "left-to-right"] = "right-to-left"
+    #: c of the scale, which some kernels take as a float: "once": rn(scale log2 e). "float scale":
+    #: rn(rn(scale) log2 e). "floats": rn(rn(scale) rn(log2 e)). Forward and backward; a "scaled"
+    #: score has no c in the forward, an unfused Plan none at all.
+    c: C = "once"
     #: x = fma(s, c, -r), or rn(rn(s c) - r). "guarded": fused, but unfused in rows where
     #: |r| >= 2^24: rounding r = m c alone would move x by whole units, and 2^x could overflow.
     #: "scaled": y = rn(rn(s scale) log2 e) first, its max is the reference, x = rn(y - r).

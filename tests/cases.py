@@ -31,6 +31,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "wide": ("split", "fma"),
     "tile_n": (16, 32, 48),
     "direction": ("right-to-left", "left-to-right"),
+    "c": ("once", "float scale", "floats"),
     "score": ("guarded", "fused", "unfused"),
     "alpha": ("references", "maxima"),
     "row_sum_order": ("tile", "running"),

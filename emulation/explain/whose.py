@@ -15,10 +15,10 @@ import numpy as np
 
 from emulation.explain.exact import Index
 from emulation.peers import plan_of
-from emulation.plan import Numerics, Plan, default_plan
+from emulation.plan import C, Numerics, Plan, default_plan
 from emulation.problem import Array, Problem, numpy_dtype
 from emulation.standard import standard_machine, standard_rows
-from emulation.tiled import constants, machine_of
+from emulation.tiled import c_rules, constants, machine_of
 from emulation.walks import walk_of
 
 #: Scores a candidate may take: about 0.1 s.
@@ -89,7 +89,7 @@ def emulated(problem: Problem, plan: Plan | None, rows: Index) -> tuple[Array, A
             else:
                 m = machine_of(plan)
                 q = m.input(problem.q[h, rows])
-                found = walk_of(plan)(m, plan, constants(m, problem), q, k, v, lo, hi)
+                found = walk_of(plan)(m, plan, constants(m, problem, plan), q, k, v, lo, hi)
             out[h] = found.out.astype(out.dtype)
             lse[h] = np.where(hi > lo, found.lse, np.float32(-np.inf))
     return out, lse
@@ -169,11 +169,23 @@ def search(bits: Bits, progress: Callable[[str, float], None] | None = None) -> 
     """The Plan that reproduces most bits of an unknown kernel's output.
 
     First every direction and tile, with FlashAttention-2's other choices; then one field after the
-    other, twice round, keeping what fits best.
+    other, twice round, keeping what fits best. All of it again with c rounded otherwise, where that
+    makes another c and bits are still missing.
     """
+    found: list[Share] = []
+    for rule in c_rules(bits.problem):
+        found.append(_search(bits, rule, progress))
+        if found[-1].all_bits:
+            break
+    return max(found, key=lambda s: s.score)
+
+
+def _search(bits: Bits, rule: C, progress: Callable[[str, float], None] | None) -> Share:
+    """`search` under one rule of c."""
     start = Plan(
         numerics=Numerics(reference="row-max", row_sum="unrounded", delta="rounded"),
         format=bits.problem.dtype,  # type: ignore[arg-type]  # checked by Problem
+        c=rule,
         score="unfused",
         alpha="maxima",
         row_sum_order="running",
