@@ -9,8 +9,8 @@ gradients, and of head dimensions whose c depends on how it is rounded without; 
 whose products are cuBLAS's, also one head alone. What a kernel refuses is listed.
 
 --compare prints the equal shares of O and LSE under the kernel's Plan, and of dQ, dK and dV, formed
-from the recorded O and LSE, under its order of sums; and where that gives more, under another
-`Plan.c` or another order of `BackwardPlan`.
+from the recorded O and LSE, under its backward; and where that gives more, under another `Plan.c`
+or a `BackwardPlan` that differs in one choice.
 """
 
 from __future__ import annotations
@@ -209,8 +209,8 @@ def share(got: Array, want: Array) -> float:
 
 
 def compare(kernel: str, case: Case, recorded: dict[str, Array]) -> dict[str, dict[str, float]]:
-    """Equal shares of every array: under the kernel's Plan and, of O and LSE, other roundings of c;
-    of gradients, every other order.
+    """Equal shares of every array: under the kernel's Plan (of so many heads as ran) and, of O and
+    LSE, other roundings of c; of gradients, every neighbour of its backward.
 
     Raises ValueError where the inputs are not those that were recorded.
     """
@@ -222,7 +222,8 @@ def compare(kernel: str, case: Case, recorded: dict[str, Array]) -> dict[str, di
     held = {n: recorded[n][None] for n in names if n in recorded}
     held = {n: x.view(dout.dtype) if x.dtype == np.uint16 else x for n, x in held.items()}
     problem = Problem.of(q, k, v, causal=case.causal)
-    plan = plan_of(kernel, q, k, v, causal=case.causal)
+    many = (np.broadcast_to(x, (case.copies, *x.shape[1:])) for x in (q, k, v))
+    plan = plan_of(kernel, *many, causal=case.causal)
     others = {f"c {c}": dataclasses.replace(plan, c=c) for c in get_args(C) if c != plan.c}
     found: dict[str, dict[str, float]] = {}
     for word, other in {OWN: plan, **(others if plan.algorithm == "tiled" else {})}.items():
