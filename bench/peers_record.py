@@ -9,8 +9,9 @@ gradients, and of head dimensions whose c depends on how it is rounded without; 
 whose products are cuBLAS's, also one head alone. What a kernel refuses is listed.
 
 --compare prints the equal shares of O and LSE under the kernel's Plan, and of dQ, dK and dV, formed
-from the recorded O and LSE, under its backward; and where that gives more, under another `Plan.c`
-or a `BackwardPlan` that differs in one choice.
+from the recorded O and LSE, under its backward; and of the best under another `Plan.c`, or under a
+`BackwardPlan` that differs in one choice: "best" if that gives more, "also" (how many) if as many,
+else "next".
 """
 
 from __future__ import annotations
@@ -242,13 +243,19 @@ def compare(kernel: str, case: Case, recorded: dict[str, Array]) -> dict[str, di
 
 
 def said(found: dict[str, dict[str, float]]) -> str:
-    """A line's numbers: under the Plan, and the best order where that is better."""
+    """A line's numbers: under the Plan, and the best of the others: whether it is better, tells
+    nothing, or how much worse it is.
+    """
     words = []
     for name, shares in found.items():
-        best = max(shares, key=lambda word: shares[word])
-        better = shares[best] > shares[OWN]
-        more = f" (best {shares[best]:.5f}: {best})" if better else ""
-        words.append(f"{name} {shares[OWN]:.5f}{more}")
+        own = shares[OWN]
+        others = {word: x for word, x in shares.items() if word != OWN}
+        top = max(others.values(), default=-1.0)
+        best = [word for word, x in others.items() if x == top]
+        alike = f"also {len(best)}: {best[0]}" if best else ""
+        more = f"{'best' if top > own else 'next'} {top:.6f}: {best[0]}" if best else ""
+        text = alike if top == own else more
+        words.append(f"{name} {own:.6f}" + (f" ({text})" if text else ""))
     return ", ".join(words)
 
 

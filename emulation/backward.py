@@ -61,8 +61,9 @@ class Saved:
 
 
 def delta_sum(m: Machine, do: Node, parts: Sequence[Node], order: BackwardPlan) -> Node:
-    """rowsum(dO * O): sums of `delta_threads`, each of groups of `delta_columns` columns in turn (0: a
-    thread for each group), as chains of FMAs or by pairs, joined by halves or neighbours first.
+    """rowsum(dO * O): sums of `delta_threads`, each of groups of `delta_columns` columns in turn
+    (0: a thread for each group), as chains of FMAs or by pairs, joined by halves or neighbours
+    first.
     """
     rows, width = m.value(do).shape
     columns = order.delta_columns

@@ -2,9 +2,14 @@
 
 Forward: fa3-fwd 0.0.3; FlashAttention-2, cuDNN 9.19 and the memory-efficient kernel as called by
 PyTorch 2.11, found from their outputs on an H200. PyTorch's "math" path and Triton's tutorial are
-read from their sources, and so is the backward of FlashAttention-3 and -2 (dK and dV; dQ is summed
-in no fixed order). Of cuDNN's and the memory-efficient backward nothing is known: their Plans have
-cuflash's. Nor do outputs so far tell cuDNN's c = "floats" from "float scale".
+read from their sources. Nor do outputs so far tell cuDNN's c = "floats" from "float scale".
+
+Backward, dK and dV (dQ is summed in no fixed order, or not known): FlashAttention-3's and -2's are
+read from their sources, and so is the memory-efficient kernel's. cuDNN's is closed; its form is
+that of its documented graph of operations, and the order of its delta was searched for. Of these
+two no gradient's bits are recorded, only how many elements equal those of another Plan
+(tests/golden/peers_gradients_h200.json): their Plans give every such count exactly, at all six head
+dimensions. That is strong evidence, and not bits.
 """
 
 from __future__ import annotations

@@ -136,8 +136,8 @@ class BackwardPlan:
     #: dS is rounded to the input format.
     scale: Literal["after", "dS"] = "after"
     #: Threads that share a row of delta = rowsum(dO O), some columns at a time in turn, which each
-    #: adds in ascending order (`delta_sum`). 0: as many as there are such groups of columns, rounded up to
-    #: a power of two.
+    #: adds in ascending order (`delta_sum`). 0: as many as there are such groups of columns,
+    #: rounded up to a power of two.
     delta_threads: int = 0
     #: Neighbouring columns that a thread takes at a time: one load's.
     delta_columns: int = 8

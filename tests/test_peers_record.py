@@ -69,7 +69,7 @@ def test_an_emulated_kernel_has_all_bits(kernel: str, monkeypatch: pytest.Monkey
         if case.d == 40 and kernel != "efficient":  # c as a product of two floats is another one
             assert found["lse"]["c floats" if kernel == "fa2" else "c once"] < 1.0
         if case.gradients:
-            assert len(found["dk"]) == 19
+            assert len(found["dk"]) > 30
             assert min(found["dk"].values()) < 1.0
         held["lse"].view(np.uint32)[7] ^= 1 << 18
         changed = compare(kernel, case, held)
