@@ -31,10 +31,12 @@ import numpy as np
 
 from bench.common import captures, gpu, write
 from bench.gpu_kernels import BACKENDS, CALLS, TRITON, Pair, Task, called, gradients
-from emulation import Plan, Problem, explain, flash_vjp, plan_of
+from emulation import Plan, Problem, explain, flash, plan_of
+from emulation.backward import Saved, finite_lse, flash_backward
 from emulation.explain.whose import emulated, neighbours
 from emulation.problem import Array
 from emulation.samples import KINDS, sample
+from emulation.tiled import machine_of
 
 WIDTHS = (64, 128, 32, 96, 192, 256)
 #: Queries, keys, query heads, key heads. With 48 and more heads FlashAttention-2 splits no keys.
@@ -103,11 +105,26 @@ def orders(plan: Plan) -> Iterator[tuple[str, Plan]]:
     yield from neighbours(plan)
 
 
+def gradients_under(
+    plan: Plan, problem: Problem, dout: Array, out: Array, lse: Array
+) -> list[Array]:
+    """dq, dk, dv (H, N, D) under a Plan, from O (rounded) and LSE as they are given."""
+    m = machine_of(plan)
+    saved = Saved(
+        lse=lambda h: m.input(finite_lse(lse[h])),
+        o=lambda h: [m.input(out[h].astype(np.float32))],
+    )
+    g = flash_backward(m, plan, problem, dout, None, saved)
+    return [np.stack(x).astype(dout.dtype) for x in (g.dq, g.dk, g.dv)]
+
+
 def differentiated(task: Task, dout: Array, plan: Plan, got: Any) -> dict[str, list[int]]:
     """Elements of dk and of dv, and the equal ones, under every order."""
+    problem = Problem.of(task.q, task.k, task.v, causal=task.causal)
+    out, lse = flash(task.q, task.k, task.v, plan=plan, causal=task.causal)
     found = {}
     for word, other in orders(plan):
-        _, dk, dv = flash_vjp(task.q, task.k, task.v, dout, plan=other, causal=task.causal)
+        _, dk, dv = gradients_under(other, problem, dout, out, lse)
         counts = [dk.size]
         counts += [x.size - differing(x, y, np.uint16) for x, y in ((got[1], dk), (got[2], dv))]
         found[word] = counts

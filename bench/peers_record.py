@@ -33,15 +33,13 @@ from typing import Any, get_args
 import numpy as np
 
 from bench.common import gpu
-from bench.explain_gpu import differing, orders
+from bench.explain_gpu import differing, gradients_under, orders
 from bench.gpu_kernels import Task, called, fa3_with_gradients, gradients
-from emulation import Plan, Problem, plan_of
-from emulation.backward import Saved, finite_lse, flash_backward
+from emulation import Problem, plan_of
 from emulation.explain.whose import emulated
 from emulation.plan import C
 from emulation.problem import Array
 from emulation.samples import sample
-from emulation.tiled import machine_of
 
 KERNELS = ("fa2", "cudnn", "efficient", "math", "fa3")
 N, COPIES = 384, 48
@@ -192,17 +190,6 @@ def write_all(folder: Path) -> int:
 # -- without a GPU ---------------------------------------------------------------------
 
 
-def gradients_under(plan: Plan, problem: Problem, dout: Array, out: Array, lse: Array) -> Any:
-    """dq, dk, dv (1, N, D) under a Plan, from O and LSE as they were recorded."""
-    m = machine_of(plan)
-    saved = Saved(
-        lse=lambda h: m.input(finite_lse(lse[h])),
-        o=lambda h: [m.input(out[h].astype(np.float32))],
-    )
-    g = flash_backward(m, plan, problem, dout, None, saved)
-    return [np.stack(x).astype(dout.dtype) for x in (g.dq, g.dk, g.dv)]
-
-
 def share(got: Array, want: Array) -> float:
     """Of equal bits; two NaN are equal."""
     kind = np.uint32 if got.dtype == np.float32 else np.uint16
@@ -259,9 +246,22 @@ def said(found: dict[str, dict[str, float]]) -> str:
     return ", ".join(words)
 
 
+def together(cases: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Mean shares over the cases that have an array. A choice that some case does not list is the
+    Plan's own there.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for name in dict.fromkeys(n for case in cases for n in case):
+        held = [case[name] for case in cases if name in case]
+        for word in dict.fromkeys(w for shares in held for w in shares):
+            each = [shares.get(word, shares[OWN]) for shares in held]
+            found.setdefault(name, {})[word] = sum(each) / len(each)
+    return found
+
+
 def compare_all(files: list[Path], only: str, workers: int) -> int:
-    """A line for every case; 1 if a file is of other inputs."""
-    jobs: list[tuple[str, Any]] = []
+    """A line for every case and one for all of a kernel's; 1 if a file is of other inputs."""
+    jobs: list[tuple[str, str, Any]] = []
     failed = 0
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         for path in files:
@@ -271,13 +271,19 @@ def compare_all(files: list[Path], only: str, workers: int) -> int:
                     arrays = {n.split("/")[1]: z[n] for n in z.files if n.startswith(f"{name}/")}
                     line = f"{kernel}, {name}"
                     if arrays and only in line:
-                        jobs.append((line, pool.submit(compare, kernel, case, arrays)))
-        for line, job in jobs:
+                        jobs.append((kernel, line, pool.submit(compare, kernel, case, arrays)))
+        results: dict[str, list[dict[str, dict[str, float]]]] = {}
+        for kernel, line, job in jobs:
             try:
-                print(f"{line}: {said(job.result())}", flush=True)
+                found = job.result()
             except ValueError as error:
                 failed = 1
                 print(error, flush=True)
+                continue
+            results.setdefault(kernel, []).append(found)
+            print(f"{line}: {said(found)}", flush=True)
+    for kernel, cases in results.items():
+        print(f"{kernel}, {len(cases)} cases together: {said(together(cases))}")
     return failed
 
 
