@@ -5,11 +5,12 @@ PyTorch 2.11, found from their outputs on an H200. PyTorch's "math" path and Tri
 read from their sources. Nor do outputs so far tell cuDNN's c = "floats" from "float scale".
 
 Backward, dK and dV (dQ is summed in no fixed order, or not known): FlashAttention-3's and -2's are
-read from their sources, and so is the memory-efficient kernel's. cuDNN's is closed; its form is
-that of its documented graph of operations, and the order of its delta was searched for. Of these
-two no gradient's bits are recorded, only how many elements equal those of another Plan
-(tests/golden/peers_gradients_h200.json): their Plans give every such count exactly, at all six head
-dimensions. That is strong evidence, and not bits.
+read from their sources, and so is the memory-efficient kernel's. cuDNN's is closed: the operations
+are those of its frontend's graph, how they round and the order of delta were searched for. Of these
+two no gradient's bits are recorded, only how many elements equal those of other Plans
+(tests/golden/peers_gradients_h200.json): their Plans give every such count exactly. cuDNN's delta,
+one of some 440 orders, was chosen by head dimensions 32, 64, 128 and 256; 96 and 192 then agreed.
+That is strong evidence, and not bits; other head dimensions were not run.
 """
 
 from __future__ import annotations
