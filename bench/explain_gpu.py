@@ -6,9 +6,9 @@ Forward: equal bits of O and LSE of FlashAttention-3 (module fa3_fwd_interface, 
 FlashAttention-2 (with its split keys where it splits them), cuDNN, the memory-efficient kernel and
 the unfused path ("math") of PyTorch, and the arithmetic of Triton's tutorial. Fresh random inputs
 of every kind, groups of heads, N_q != N_k, D 32 to 256, full and causal, captures. Backward: equal
-bits of dK and dV, under each order of sums that a `BackwardPlan` can say. Then what `explain` says
-of every kernel's output, and how long it takes for N = 8k, D = 128 in arrays on the GPU. Kernels
-run here, Plans on CPU processes. What a kernel refuses is listed. Results:
+bits of dK and dV, under the Plan and those whose `BackwardPlan` differs in one choice. Then what
+`explain` says of every kernel's output, and how long it takes for N = 8k, D = 128 in arrays on the
+GPU. Kernels run here, Plans on CPU processes. What a kernel refuses is listed. Results:
 bench/results/explain_gpu.json.
 """
 
@@ -31,10 +31,12 @@ import numpy as np
 
 from bench.common import captures, gpu, write
 from bench.gpu_kernels import BACKENDS, CALLS, TRITON, Pair, Task, called, gradients
-from emulation import Plan, Problem, explain, flash_vjp, plan_of
-from emulation.explain.whose import emulated
+from emulation import Plan, Problem, explain, flash, plan_of
+from emulation.backward import Saved, finite_lse, flash_backward
+from emulation.explain.whose import emulated, neighbours
 from emulation.problem import Array
 from emulation.samples import KINDS, sample
+from emulation.tiled import machine_of
 
 WIDTHS = (64, 128, 32, 96, 192, 256)
 #: Queries, keys, query heads, key heads. With 48 and more heads FlashAttention-2 splits no keys.
@@ -98,21 +100,31 @@ def differing(a: Array, b: Array, bits: Any) -> int:
 
 
 def orders(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """The Plan's own backward, and every other that a `BackwardPlan` can say."""
+    """The Plan's own backward, and those that differ from it in one choice."""
     yield "its plan", plan
-    walks = [("ascending", 64), ("descending", 64), ("descending", 128)]
-    for (way, tile), score, threads in itertools.product(walks, ("fused", "unfused"), (0, 4, 8)):
-        fields: dict[str, Any] = {"queries": way, "tile_m": tile, "score": score}
-        backward = dataclasses.replace(plan.backward, delta_threads=threads, **fields)
-        word = f"{way}{f' by {tile}' if way == 'descending' else ''}, {score}, delta {threads}"
-        yield word, dataclasses.replace(plan, backward=backward)
+    yield from neighbours(plan)
+
+
+def gradients_under(
+    plan: Plan, problem: Problem, dout: Array, out: Array, lse: Array
+) -> list[Array]:
+    """dq, dk, dv (H, N, D) under a Plan, from O (rounded) and LSE as they are given."""
+    m = machine_of(plan)
+    saved = Saved(
+        lse=lambda h: m.input(finite_lse(lse[h])),
+        o=lambda h: [m.input(out[h].astype(np.float32))],
+    )
+    g = flash_backward(m, plan, problem, dout, None, saved)
+    return [np.stack(x).astype(dout.dtype) for x in (g.dq, g.dk, g.dv)]
 
 
 def differentiated(task: Task, dout: Array, plan: Plan, got: Any) -> dict[str, list[int]]:
     """Elements of dk and of dv, and the equal ones, under every order."""
+    problem = Problem.of(task.q, task.k, task.v, causal=task.causal)
+    out, lse = flash(task.q, task.k, task.v, plan=plan, causal=task.causal)
     found = {}
     for word, other in orders(plan):
-        _, dk, dv = flash_vjp(task.q, task.k, task.v, dout, plan=other, causal=task.causal)
+        _, dk, dv = gradients_under(other, problem, dout, out, lse)
         counts = [dk.size]
         counts += [x.size - differing(x, y, np.uint16) for x, y in ((got[1], dk), (got[2], dv))]
         found[word] = counts
@@ -244,7 +256,7 @@ def backwards(run: Run) -> dict[str, Any]:
             word = f"backward, {dtype}, D {d}"
             got = run.call(kernel, word, gradients, many, repeated(dout, dout, dout)[0])
             if got is not None and not run.late(0.9):
-                plan = plan_of(kernel, q, k, v, causal=causal)
+                plan = plan_of(kernel, many.q, many.k, many.v, causal=causal)
                 first = tuple(x[:heads] for x in got)
                 job = run.pool.submit(differentiated, task, dout, plan, first)
                 mask = "causal" if causal else "full"

@@ -9,8 +9,9 @@ gradients, and of head dimensions whose c depends on how it is rounded without; 
 whose products are cuBLAS's, also one head alone. What a kernel refuses is listed.
 
 --compare prints the equal shares of O and LSE under the kernel's Plan, and of dQ, dK and dV, formed
-from the recorded O and LSE, under its order of sums; and where that gives more, under another
-`Plan.c` or another order of `BackwardPlan`.
+from the recorded O and LSE, under its backward; and of the best under another `Plan.c`, or under a
+`BackwardPlan` that differs in one choice: "best" if that gives more, "also" (how many) if as many,
+else "next".
 """
 
 from __future__ import annotations
@@ -32,15 +33,13 @@ from typing import Any, get_args
 import numpy as np
 
 from bench.common import gpu
-from bench.explain_gpu import differing, orders
+from bench.explain_gpu import differing, gradients_under, orders
 from bench.gpu_kernels import Task, called, fa3_with_gradients, gradients
-from emulation import Plan, Problem, plan_of
-from emulation.backward import Saved, finite_lse, flash_backward
+from emulation import Problem, plan_of
 from emulation.explain.whose import emulated
 from emulation.plan import C
 from emulation.problem import Array
 from emulation.samples import sample
-from emulation.tiled import machine_of
 
 KERNELS = ("fa2", "cudnn", "efficient", "math", "fa3")
 N, COPIES = 384, 48
@@ -191,17 +190,6 @@ def write_all(folder: Path) -> int:
 # -- without a GPU ---------------------------------------------------------------------
 
 
-def gradients_under(plan: Plan, problem: Problem, dout: Array, out: Array, lse: Array) -> Any:
-    """dq, dk, dv (1, N, D) under a Plan, from O and LSE as they were recorded."""
-    m = machine_of(plan)
-    saved = Saved(
-        lse=lambda h: m.input(finite_lse(lse[h])),
-        o=lambda h: [m.input(out[h].astype(np.float32))],
-    )
-    g = flash_backward(m, plan, problem, dout, None, saved)
-    return [np.stack(x).astype(dout.dtype) for x in (g.dq, g.dk, g.dv)]
-
-
 def share(got: Array, want: Array) -> float:
     """Of equal bits; two NaN are equal."""
     kind = np.uint32 if got.dtype == np.float32 else np.uint16
@@ -209,8 +197,8 @@ def share(got: Array, want: Array) -> float:
 
 
 def compare(kernel: str, case: Case, recorded: dict[str, Array]) -> dict[str, dict[str, float]]:
-    """Equal shares of every array: under the kernel's Plan and, of O and LSE, other roundings of c;
-    of gradients, every other order.
+    """Equal shares of every array: under the kernel's Plan (of so many heads as ran) and, of O and
+    LSE, other roundings of c; of gradients, every neighbour of its backward.
 
     Raises ValueError where the inputs are not those that were recorded.
     """
@@ -222,7 +210,8 @@ def compare(kernel: str, case: Case, recorded: dict[str, Array]) -> dict[str, di
     held = {n: recorded[n][None] for n in names if n in recorded}
     held = {n: x.view(dout.dtype) if x.dtype == np.uint16 else x for n, x in held.items()}
     problem = Problem.of(q, k, v, causal=case.causal)
-    plan = plan_of(kernel, q, k, v, causal=case.causal)
+    many = (np.broadcast_to(x, (case.copies, *x.shape[1:])) for x in (q, k, v))
+    plan = plan_of(kernel, *many, causal=case.causal)
     others = {f"c {c}": dataclasses.replace(plan, c=c) for c in get_args(C) if c != plan.c}
     found: dict[str, dict[str, float]] = {}
     for word, other in {OWN: plan, **(others if plan.algorithm == "tiled" else {})}.items():
@@ -241,19 +230,38 @@ def compare(kernel: str, case: Case, recorded: dict[str, Array]) -> dict[str, di
 
 
 def said(found: dict[str, dict[str, float]]) -> str:
-    """A line's numbers: under the Plan, and the best order where that is better."""
+    """A line's numbers: under the Plan, and the best of the others: whether it is better, tells
+    nothing, or how much worse it is.
+    """
     words = []
     for name, shares in found.items():
-        best = max(shares, key=lambda word: shares[word])
-        better = shares[best] > shares[OWN]
-        more = f" (best {shares[best]:.5f}: {best})" if better else ""
-        words.append(f"{name} {shares[OWN]:.5f}{more}")
+        own = shares[OWN]
+        others = {word: x for word, x in shares.items() if word != OWN}
+        top = max(others.values(), default=-1.0)
+        best = [word for word, x in others.items() if x == top]
+        alike = f"also {len(best)}: {best[0]}" if best else ""
+        more = f"{'best' if top > own else 'next'} {top:.6f}: {best[0]}" if best else ""
+        text = alike if top == own else more
+        words.append(f"{name} {own:.6f}" + (f" ({text})" if text else ""))
     return ", ".join(words)
 
 
+def together(cases: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Mean shares over the cases that have an array. A choice that some case does not list is the
+    Plan's own there.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for name in dict.fromkeys(n for case in cases for n in case):
+        held = [case[name] for case in cases if name in case]
+        for word in dict.fromkeys(w for shares in held for w in shares):
+            each = [shares.get(word, shares[OWN]) for shares in held]
+            found.setdefault(name, {})[word] = sum(each) / len(each)
+    return found
+
+
 def compare_all(files: list[Path], only: str, workers: int) -> int:
-    """A line for every case; 1 if a file is of other inputs."""
-    jobs: list[tuple[str, Any]] = []
+    """A line for every case and one for all of a kernel's; 1 if a file is of other inputs."""
+    jobs: list[tuple[str, str, Any]] = []
     failed = 0
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         for path in files:
@@ -263,13 +271,19 @@ def compare_all(files: list[Path], only: str, workers: int) -> int:
                     arrays = {n.split("/")[1]: z[n] for n in z.files if n.startswith(f"{name}/")}
                     line = f"{kernel}, {name}"
                     if arrays and only in line:
-                        jobs.append((line, pool.submit(compare, kernel, case, arrays)))
-        for line, job in jobs:
+                        jobs.append((kernel, line, pool.submit(compare, kernel, case, arrays)))
+        results: dict[str, list[dict[str, dict[str, float]]]] = {}
+        for kernel, line, job in jobs:
             try:
-                print(f"{line}: {said(job.result())}", flush=True)
+                found = job.result()
             except ValueError as error:
                 failed = 1
                 print(error, flush=True)
+                continue
+            results.setdefault(kernel, []).append(found)
+            print(f"{line}: {said(found)}", flush=True)
+    for kernel, cases in results.items():
+        print(f"{kernel}, {len(cases)} cases together: {said(together(cases))}")
     return failed
 
 

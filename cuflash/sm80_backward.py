@@ -57,7 +57,11 @@ def gradient_params(workspaces: Sequence[str], *more: str) -> np.dtype[Any]:
 GRADIENT_PARAMS = gradient_params(("lse2", "delta", "sums", "turns", "tickets"), "interleave")
 
 #: The fields of a BackwardPlan that all kernels fix, and how.
-FIXED_BACKWARD: dict[str, Any] = {"queries": "ascending", "score": "fused", "delta_threads": 0}
+FIXED_BACKWARD: dict[str, Any] = {
+    "queries": "ascending", "starts": 1, "accumulate": "forward", "score": "fused",
+    "exponential": "exp2", "ds_p": "unrounded", "scale": "after", "delta_threads": 0,
+    "delta_columns": 8, "delta_sum": "chain", "delta_join": "halves",
+}  # fmt: skip
 #: Rows of the two workspaces are padded to this, so that any block of rows may read them.
 PITCH = 128
 #: Queries of a step where the Plan's tile_m cuts sums.

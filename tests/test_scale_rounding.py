@@ -197,12 +197,26 @@ def test_no_kernel_of_ours_has_what_only_peers_have(field: str, kernels: str) ->
 
 
 @pytest.mark.parametrize(
-    "field", [{"queries": "descending"}, {"score": "unfused"}, {"delta_threads": 8}], ids=str
-)
+    "field",
+    [
+        {"queries": "descending"}, {"score": "unfused"}, {"delta_threads": 8}, {"starts": 2},
+        {"accumulate": "tensor-core"}, {"score": "natural"}, {"ds_p": "rounded"}, {"scale": "dS"},
+        {"delta_columns": 4}, {"delta_sum": "pairs"}, {"delta_join": "neighbours"},
+        {"exponential": "expf", "score": "natural fused"},
+    ],
+    ids=str,
+)  # fmt: skip
 def test_no_kernel_of_ours_has_other_orders_of_a_backward(field: dict[str, Any]) -> None:
-    name, value = next(iter(field.items()))
     plan = Plan(backward=BackwardPlan(**field))
+    name, value = next((n, field[n]) for n in sm80_backward.FIXED_BACKWARD if n in field)
     sm80_forward.check_plan(plan)
     with pytest.raises(ValueError, match=rf"plan\.backward\.{name}: got {value!r}, must be .*sm90"):
         sm80_backward.check_orders(plan, "sm90")
     sm80_backward.check_orders(Plan())
+
+
+def test_every_field_of_a_backward_is_fixed_or_compiled() -> None:
+    fields = {f.name for f in dataclasses.fields(BackwardPlan)}
+    assert fields - set(sm80_backward.FIXED_BACKWARD) == {"tile_m", "tile_n", "dq_order"}
+    ours = BackwardPlan()
+    assert all(getattr(ours, n) == x for n, x in sm80_backward.FIXED_BACKWARD.items())
