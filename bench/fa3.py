@@ -59,8 +59,14 @@ class Backward:
         """Milliseconds of one backward of q, k, v, dout (B, H, N, D), which are copied into
         (B, N, H, D).
         """
-        jax = self.jax
-        q, k, v, dout = (self.array(x) for x in tensors)
+        jax, np = self.jax, self.jax.numpy
+        import torch
+
+        half = np.bfloat16 if cell.dtype == torch.bfloat16 else np.float16
+        q, k, v, dout = (
+            np.from_dlpack(x.transpose(1, 2).contiguous().view(torch.int16)).view(half)
+            for x in tensors
+        )
         out, lse, run = self.calls(q, k, v, cell.causal)
         arrays = (dout, q, k, v, out, lse)
         calls = replays(flop)
@@ -74,20 +80,6 @@ class Backward:
             return (time.perf_counter() - start) / calls * 1e3
 
         return milliseconds
-
-    def array(self, x: Any) -> Any:
-        """A torch tensor (B, H, N, D) as JAX's (B, N, H, D)."""
-        import torch
-
-        np = self.jax.numpy
-        half = np.bfloat16 if x.dtype == torch.bfloat16 else np.float16
-        return np.from_dlpack(x.transpose(1, 2).contiguous().view(torch.int16)).view(half)
-
-    def gradients(self, tensors: list[Any], causal: bool) -> list[numpy.ndarray]:
-        """dQ, dK and dV (B, N, H, D) in float32 of torch tensors q, k, v, dout (B, H, N, D)."""
-        q, k, v, dout = (self.array(x) for x in tensors)
-        out, lse, run = self.calls(q, k, v, causal)
-        return [numpy.asarray(x, numpy.float32) for x in run(dout, q, k, v, out, lse)]
 
     def calls(self, q: Any, k: Any, v: Any, causal: bool) -> tuple[Any, Any, Callable[..., Any]]:
         """Out and LSE of JAX arrays (B, N, H, D), and the function of (dout, q, k, v, out, lse)

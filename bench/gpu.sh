@@ -55,11 +55,13 @@ sanitizer() {
   # initcheck do not see of bulk copies: bench/hazards.py, bench/sanitized.py.
   local kernels tool log part
   log="$(mktemp -d)/log.txt"
-  for kernels in "" sm80; do # compiles
+  for kernels in "" sm80; do # compiles, eight processes at a time
+    local started=()
     for part in 0/8 1/8 2/8 3/8 4/8 5/8 6/8 7/8; do
-      CUFLASH_KERNELS=$kernels python3 -m bench.sanitized --part "$part" > "$log" 2>&1 &
+      CUFLASH_KERNELS=$kernels python3 -m bench.sanitized --part "$part" &
+      started+=($!)
     done
-    wait
+    for part in "${started[@]}"; do wait "$part" || return 1; done
   done
   for tool in memcheck racecheck synccheck initcheck; do
     for kernels in "" sm80; do

@@ -22,8 +22,8 @@ import torch
 from torch.nn.attention import SDPBackend
 
 import cuflash
-from bench import fa3
 from bench.common import captures, gpu, standard_inputs, write
+from bench.gpu_kernels import Task, fa3_with_gradients
 from bench.sm80_backward import gradient_of_torch
 from emulation.problem import Array, numpy_dtype
 from emulation.samples import sample
@@ -73,9 +73,7 @@ def _cupy(x: torch.Tensor) -> Any:
     return cupy.from_dlpack(x.to(torch.float64).contiguous())
 
 
-def runs(
-    q: Any, k: Any, v: Any, dout: Any, causal: bool, flash: fa3.Backward | None
-) -> dict[str, Callable[[], list[Any]]]:
+def runs(q: Any, k: Any, v: Any, dout: Any, causal: bool) -> dict[str, Callable[[], list[Any]]]:
     """Gradients of every kernel for (1, 1, N, D) arrays."""
 
     def ours(numerics: dict[str, str] | None) -> list[Any]:
@@ -86,16 +84,17 @@ def runs(
         run = gradient_of_torch(_torch(q), _torch(k), _torch(v), _torch(dout), causal, backend)
         return [_cupy(x[0, 0]) for x in run()]
 
+    def flash() -> list[Any]:
+        of_q, of_k, of_v, do = (x[0].get() for x in (q, k, v, dout))
+        gradients = fa3_with_gradients(Task("", of_q, of_k, of_v, causal), do)
+        return [cupy.asarray(gradients[name][0], np.float64) for name in NAMES]
+
     found: dict[str, Callable[[], list[Any]]] = {}
     for name, numerics in OURS.items():
         found[name] = lambda numerics=numerics: ours(numerics)  # type: ignore[misc]
     for name, backend in PEERS.items():
         found[name] = lambda backend=backend: peer(backend)  # type: ignore[misc]
-    if flash is not None:
-        tensors = [_torch(x) for x in (q, k, v, dout)]
-        found["fa3"] = lambda: [
-            cupy.asarray(x[0, :, 0], np.float64) for x in flash.gradients(tensors, causal)
-        ]
+    found["fa3"] = flash
     return found
 
 
@@ -103,7 +102,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path)
     folder = parser.parse_args().data
-    flash, refused = fa3.backward(), set()
+    refused: set[str] = set()
     squares: dict[str, dict[str, list[list[float]]]] = {}
     for dtype in ("bfloat16", "float16"):
         half = numpy_dtype(dtype)
@@ -116,7 +115,7 @@ def main() -> None:
                 want = exact(q[0, 0], k[0, 0], v[0, 0], dout[0, 0], causal)
                 rounded = [cupy.asarray(x.get().astype(half).astype(np.float64)) for x in want]
                 found = {"floor": rounded}
-                for kernel, run in runs(q, k, v, dout, causal, flash).items():
+                for kernel, run in runs(q, k, v, dout, causal).items():
                     try:
                         found[kernel] = run()
                     except Exception as error:  # a peer that does not take this

@@ -20,7 +20,7 @@ from emulation import tensor_core, wide
 from emulation.formats import BFLOAT16, FLOAT32, FORMATS, Format
 from emulation.plan import C, Plan
 from emulation.problem import Array, Problem
-from emulation.tiled import LAZY_LIMIT, LN2, LOG2E, unrounded_c
+from emulation.tiled import LAZY_LIMIT, LN2, LOG2E, score_unit, unrounded_c
 
 F64 = NDArray[np.float64]
 
@@ -209,7 +209,7 @@ class Constants:
         """c by a rule of `Plan.c`. natural: scores are multiplied by unit instead, and c_held means
         unit_held log2 e.
         """
-        unit = problem.scale if problem.softcap is None else problem.softcap
+        unit = score_unit(problem)
         with np.errstate(over="ignore"):
             held, c = float(np.float32(unit)), unit * LOG2E
             rounded = float(np.float32(unrounded_c(unit, rule)))

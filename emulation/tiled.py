@@ -64,6 +64,11 @@ class Constants:
     root: Node  # of the scale
 
 
+def score_unit(problem: Problem) -> float:
+    """What a score S, or with a softcap tanh(S), is multiplied by."""
+    return problem.scale if problem.softcap is None else problem.softcap
+
+
 def unrounded_c(unit: float, rule: C) -> float:
     """scale (or softcap) * log2(e) before its last rounding, by `Plan.c`."""
     if rule == "once":
@@ -73,7 +78,7 @@ def unrounded_c(unit: float, rule: C) -> float:
 
 def c_rules(problem: Problem) -> list[C]:
     """Of `Plan.c`, the first for every c that they give: for most head dimensions all give one."""
-    unit = problem.scale if problem.softcap is None else problem.softcap
+    unit = score_unit(problem)
     found: dict[float, C] = {}
     for rule in get_args(C):
         found.setdefault(float(np.float32(unrounded_c(unit, rule))), rule)
@@ -84,7 +89,7 @@ def constants(m: Machine, problem: Problem, plan: Plan | None) -> Constants:
     """c = scale * log2(e); with a softcap the score becomes tanh(s * scale / softcap), c = softcap
     * log2(e). Without a Plan (standard attention) c is rounded once.
     """
-    unit = problem.scale if problem.softcap is None else problem.softcap
+    unit = score_unit(problem)
     given = unrounded_c(unit, "once" if plan is None else plan.c)
     return Constants(
         c=m.constant("score scaling", unit * LOG2E, given),

@@ -91,6 +91,7 @@ def gradient_envelope(
     """Bounds of |dq - exact| (H, N_q, D), |dk - exact| and |dv - exact| (H_kv, N_k, ...)."""
     chosen = plans
     if chosen is None:
-        chosen = [dataclasses.replace(family(problem)[0], c=rule) for rule in c_rules(problem)]
+        worst = family(problem)[0]
+        chosen = [dataclasses.replace(worst, c=rule) for rule in c_rules(problem)]
     found = [backward_bound(problem, plan, dout) for plan in chosen]
     return {n: np.max([f[i] for f in found], axis=0) for i, n in enumerate(("dq", "dk", "dv"))}
