@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::mbarrier_init(base + S::kDSFull + 8 * i, kWarps);
       ptx::mbarrier_init(base + S::kDSEmpty + 8 * i, kWarps);
       ptx::mbarrier_init(base + S::kShareFull + 8 * i, kWarps);
-      ptx::mbarrier_init(base + S::kShareEmpty + 8 * i, 1);
+      ptx::mbarrier_init(base + S::kShareEmpty + 8 * i, 32);
       ptx::st_shared(base + S::kSmallAt + 4 * i, 0);
     }
     ptx::fence_mbarrier_init();
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     arrive(base + S::kDSEmpty + 8 * i);
     ptx::mbarrier_wait(base + S::kShareEmpty + 8 * i, parity ^ 1);
     store_share(base + S::kShare + i * S::kShareBytes + share_at, dq);
-    if (holds_small(dq)) ptx::st_shared(base + S::kSmallAt + 4 * i, kSmall);
+    if (holds_small(dq) && lane == 0) ptx::st_shared(base + S::kSmallAt + 4 * i, kSmall);
     ptx::fence_proxy_async();
     __syncwarp();
     arrive(base + S::kShareFull + 8 * i);

@@ -210,7 +210,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     const u32 stage = step % 2;
     const Walk walk = Walk::at(piece, params.group, step);
     if (piece.plain(walk.block) || !params.masked) return;
-    if (ptx::ld_shared(base + S::kSpecialAt + 4 * stage) == 0) return;
+    const bool some = lane == 0 && ptx::ld_shared(base + S::kSpecialAt + 4 * stage) != 0;
+    if (!__any_sync(kWholeWarp, some)) return;
     specials.add_rows_of(acc, shared + (mine == 0 ? S::kP : S::kDS + stage * DS::kBytes), walk,
                          mine == 0);
   };
@@ -237,7 +238,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       const bool small = holds_small(share);
       // Behind this wait, the mark that this place held two steps ago has been read.
       if (i == 0) ptx::mbarrier_wait(base + S::kTurnCome + 8 * stage, step / 2 % 2);
-      if (small) ptx::st_shared(base + S::kSmallAt + 4 * stage, step);
+      if (small && lane == 0) ptx::st_shared(base + S::kSmallAt + 4 * stage, step);
       const i32 found = ptx::ld_shared(base + S::kFoundAt + 4 * stage);
       float* const sums =
           params.sums + (static_cast<i64>(at) * S::kParts + part) * (S::kPartM * 64) + thread * 4;

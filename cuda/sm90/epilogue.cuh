@@ -54,24 +54,6 @@ __device__ __forceinline__ void write_float(const ForwardParams& params, const R
   }
 }
 
-// What rounding takes from O, likewise.
-template <class Half, int kDv, int kColumns>
-__device__ __forceinline__ void write_rest(const ForwardParams& params, const Rows& rows, i32 row,
-                                           const Scores<kColumns>& o) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if (!exists(params.band, row + 8 * i)) continue;
-    u16* rest = params.rest + params.rest_strides.at(rows.batch, rows.head, row + 8 * i) +
-                threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int j = 0; j < kDv / 8; ++j) {
-      const float x = o[i][j][0], y = o[i][j][1];
-      if (j * 8 < params.d_v)
-        *reinterpret_cast<u32*>(rest + j * 8) = pack_rest<Half>(x, y, Half::pack(x, y));
-    }
-  }
-}
-
 // Word i of lane j of every four lanes, to word j of lane i.
 __device__ __forceinline__ void transpose_quad(u32 (&x)[4]) {
 #pragma unroll
@@ -86,22 +68,22 @@ __device__ __forceinline__ void transpose_quad(u32 (&x)[4]) {
   }
 }
 
-// O in halves, likewise: the four threads of a row exchange what they have of 32 columns, so that
-// each writes eight.
-template <class Half, int kDv, int kColumns>
-__device__ __forceinline__ void write_halves(const ForwardParams& params, const Rows& rows, i32 row,
-                                             const Scores<kColumns>& o) {
+// Likewise in halves, O itself or what rounding takes from it: pack makes one word of two columns.
+// The four threads of a row exchange what they have of 32 columns, so that each writes eight.
+template <int kDv, int kColumns, class Pack>
+__device__ __forceinline__ void write_halves(const ForwardParams& params, u16* to,
+                                             const Strides& strides, const Rows& rows, i32 row,
+                                             const Scores<kColumns>& o, Pack pack) {
   const int first = threadIdx.x % 4 * 8;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const bool inside = exists(params.band, row + 8 * i);
-    u16* out = static_cast<u16*>(params.out) +
-               params.out_strides.at(rows.batch, rows.head, row + 8 * i) + first;
+    u16* out = to + strides.at(rows.batch, rows.head, row + 8 * i) + first;
 #pragma unroll
     for (int j = 0; j < kDv / 8; j += 4) {
       u32 x[4];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) x[e] = Half::pack(o[i][j + e][0], o[i][j + e][1]);
+      for (int e = 0; e < 4; ++e) x[e] = pack(o[i][j + e][0], o[i][j + e][1]);
       transpose_quad(x);
       if (inside && j * 8 + first < params.d_v) ptx::st_global_v4(out + j * 8, x);
     }

@@ -189,7 +189,9 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
           ptx::mbarrier_wait_asleep(base + L::kVFull + 8 * stage, v_turn / kStages % 2);
           if (tile < end && tile >= begin && w.scanned(tile)) {
             char* v = shared + L::kV + stage * S::V::kBytes;
-            if (clear_nonfinite<Half, S::V::kBytes, 32 * P::kScanWarps>(v, threadIdx.x - 32)) {
+            const bool some =
+                clear_nonfinite<Half, S::V::kBytes, 32 * P::kScanWarps>(v, threadIdx.x - 32);
+            if (__any_sync(kWholeWarp, some) && lane == 0) {
               // Passed before the tile was loaded: nobody reads the mark of the one before it.
               ptx::mbarrier_wait(base + L::kVEmpty + 8 * stage, v_turn / kStages % 2 ^ 1);
               ptx::st_shared(base + L::kFound + 4 * stage, static_cast<i32>(v_turn));
@@ -237,9 +239,8 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
       const u32 stage = v % kStages;
       ptx::mbarrier_wait(base + L::kVClean + 8 * stage, clean_parity >> stage & 1);
       clean_parity ^= 1u << stage;
-      const i32 mark = ptx::ld_shared(base + L::kFound + 4 * stage);
-      __syncwarp();
-      return mark == static_cast<i32>(v);
+      const i32 mark = lane == 0 ? ptx::ld_shared(base + L::kFound + 4 * stage) : -1;
+      return __any_sync(kWholeWarp, mark == static_cast<i32>(v)) != 0;
     };
     auto product = [&] {  // O takes P
       issue_output<S, P::kOnes>(o, p, base + L::kV + v % kStages * S::V::kBytes, base + L::kOnes);
@@ -443,8 +444,13 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
         if constexpr (kFloatOut) {
           write_float<S::kDv>(params, rows, row, o);
         } else {
-          if (params.rest != nullptr) write_rest<Half, S::kDv>(params, rows, row, o);
-          write_halves<Half, S::kDv>(params, rows, row, o);
+          if (params.rest != nullptr) {
+            write_halves<S::kDv>(
+                params, params.rest, params.rest_strides, rows, row, o,
+                [](float x, float y) { return pack_rest<Half>(x, y, Half::pack(x, y)); });
+          }
+          write_halves<S::kDv>(params, static_cast<u16*>(params.out), params.out_strides, rows, row,
+                               o, [](float x, float y) { return Half::pack(x, y); });
         }
         if (found) {
           ptx::bar_sync(kStored + mine, 128);

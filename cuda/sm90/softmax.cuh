@@ -66,22 +66,20 @@ __device__ __forceinline__ void update(RowState (&rows)[2], Scores<kGroups>& s, 
     const bool same = old == r[i] || old == negative_infinity();
     alpha[i] = same ? 1.0f : ptx::ex2_approx_ftz(__fsub_rn(old, r[i]));
   }
+  float factor[2] = {c, c};
   if (__any_sync(kWholeWarp, unusual(r[0]) || unusual(r[1]))) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (r[i] == negative_infinity()) r[i] = 0.0f;
-      const bool wide = unusual(r[i]);
+      if (!unusual(r[i])) continue;
 #pragma unroll
-      for (int j = 0; j < kGroups; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& x = s[i][j][e];
-          x = wide ? __fsub_rn(__fmul_rn(x, c), r[i]) : __fmaf_rn(x, c, -r[i]);
-        }
+      for (int j = 0; j < 2 * kGroups; ++j) {
+        float& x = (&s[i][0][0])[j];
+        x = __fsub_rn(__fmul_rn(x, c), r[i]);
       }
       r[i] = 0.0f;
+      factor[i] = 1.0f;  // fma(x, 1, -0) is x
     }
-    c = 1.0f;  // fma(x, 1, -0) is x
   }
 #pragma unroll
   for (int j = 0; j < kGroups; ++j) {
@@ -89,7 +87,7 @@ __device__ __forceinline__ void update(RowState (&rows)[2], Scores<kGroups>& s, 
     for (int e = 0; e < 2; ++e) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        s[i][j][e] = ptx::ex2_approx_ftz(__fmaf_rn(s[i][j][e], c, -r[i]));
+        s[i][j][e] = ptx::ex2_approx_ftz(__fmaf_rn(s[i][j][e], factor[i], -r[i]));
         t[i] = j + e == 0 ? s[i][0][0] : __fadd_rn(t[i], s[i][j][e]);
       }
     }

@@ -85,13 +85,13 @@ __device__ __forceinline__ void add_registers(float* to, const Accumulator<kGrou
 }
 
 // By a whole warp: a share at `from` to the sums of a block when it is this tile's turn. empty: the
-// barrier that says when it may be overwritten. small_at: kSmall if the share holds something
-// small.
+// barrier that says, with one arrival a lane, when it may be overwritten. small_at: kSmall if the
+// share holds something small.
 template <u32 kBytes>
 __device__ __forceinline__ void add_share(const BackwardParams& params, i32 block_at, i32 turn,
                                           u32 from, u32 empty, u32 small_at) {
   const int lane = threadIdx.x % 32;
-  i32 mark = ptx::ld_shared(small_at);
+  i32 mark = lane == 0 ? ptx::ld_shared(small_at) : 0;
   if (turn > 0) {
     i32 found;
     do {
@@ -108,6 +108,8 @@ __device__ __forceinline__ void add_share(const BackwardParams& params, i32 bloc
     for (int i = lane; i < static_cast<int>(kBytes / 4); i += 32)
       ptx::st_cg(to + i, __fadd_rn(ptx::ld_cg(to + i), ptx::ld_shared_f32(from + i * 4)));
     ptx::fence_proxy_async_all();
+    if (lane == 0) ptx::st_shared(small_at, 0);
+    ptx::mbarrier_arrive(empty);
     __syncwarp();
   } else if (lane == 0) {
     if (turn == 0) {
@@ -117,13 +119,11 @@ __device__ __forceinline__ void add_share(const BackwardParams& params, i32 bloc
     }
     ptx::cp_async_bulk_commit_group();
     ptx::cp_async_bulk_wait_group_read<0>();
-  }
-  if (lane == 0) {
     ptx::st_shared(small_at, 0);
-    ptx::mbarrier_arrive(empty);
+    ptx::mbarrier_arrive(empty, 32);
     ptx::cp_async_bulk_wait_group<0>();
-    ptx::st_release_gpu(params.turns + block_at, turn + 1 | mark);
   }
+  if (lane == 0) ptx::st_release_gpu(params.turns + block_at, turn + 1 | mark);
   __syncwarp();
 }
 
