@@ -71,8 +71,9 @@ __global__ void __launch_bounds__(kThreads) delta(const __grid_constant__ DeltaP
     const i64 at = flat_head * params.n_q + row;
     if (params.dlse != nullptr) sum = __fsub_rn(sum, params.dlse[at]);
     const float lse = params.lse[at];
-    // A row that sees nothing has LSE -inf; its P is masked, whatever stands here.
-    if (lse != __int_as_float(0xff800000)) lse2 = __fmul_rn(lse, 1.44269502162933349609375f);
+    // A row that sees nothing has LSE -inf; its P is masked, whatever stands here: -0, by which
+    // sm90/specials.cuh tells it.
+    lse2 = lse == __int_as_float(0xff800000) ? -0.0f : __fmul_rn(lse, 1.44269502162933349609375f);
   }
   params.delta[flat_row] = sum;
   params.lse2[flat_row] = lse2;

@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::wgmma_commit_group();
     bool special = false;
     if (any && !plain && params.masked) {
-      special = specials.in_rows(stage);
+      special = specials.template in_rows<kSoftcap>(stage);
       if (special) {
         ptx::wgmma_wait_group<0>();  // what was issued needs them
         ptx::fence_operands(s);

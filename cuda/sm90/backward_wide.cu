@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     bool special = false;
     if (!plain && params.masked) {
-      special = specials.in_rows(mine);
+      special = specials.template in_rows<kSoftcap>(mine);
       if (special) specials.clear_rows(mine);
       if (thread == 0) ptx::st_shared(base + S::kSpecialAt + 4 * mine, special);
     }

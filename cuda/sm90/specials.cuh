@@ -59,9 +59,29 @@ struct Specials {
     ptx::bar_sync(kBoth, kConsumers);
   }
 
+  // Whether a row of a stage may have some: NaN or Inf in Q leaves no finite LSE, in dO no finite
+  // delta. (LSE of -Inf is here as -0. A softcap hides what is in Q: there one has to look.)
+  __device__ __forceinline__ bool may_be_in_rows(u32 stage) const {
+    const char* const lse2 = shared + S::kLse + stage * S::kBlockM * 4;
+    const char* const delta = shared + S::kDelta + stage * S::kBlockM * 4;
+    bool some = false;
+#pragma unroll
+    for (int i = ptx::thread_index() % 32; i < S::kBlockM / 2; i += 32) {
+      const uint2 l = reinterpret_cast<const uint2*>(lse2)[i];
+      const uint2 d = reinterpret_cast<const uint2*>(delta)[i];
+      const u32 words[4] = {l.x, l.y, d.x, d.y};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) some |= (words[e] & 0x7f800000u) == 0x7f800000u;
+      some |= l.x == 0x80000000u || l.y == 0x80000000u;
+    }
+    return __any_sync(kWholeWarp, some);
+  }
+
   // Whether Q or dO of a stage has some, and its end, when S and dP are there: of both warpgroups
   // if they make them together.
+  template <bool kSoftcap>
   __device__ __forceinline__ bool in_rows(u32 stage) const {
+    if (!kSoftcap && !may_be_in_rows(stage)) return false;
     const char *q = shared + S::kQ + stage * S::Q::kBytes,
                *dout = shared + S::kDO + stage * S::DO::kBytes;
     return agree(finds_nonfinite<Half, S::Q::kBytes, 128>(q, thread) ||
