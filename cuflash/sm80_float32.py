@@ -13,7 +13,13 @@ import numpy as np
 from cuflash.compiler import cupy, shared_memory
 from cuflash.launch import Instantiation, Launch, packed, run, tail_of
 from cuflash.problem import GpuProblem
-from cuflash.sm80_backward import delta_chunks, gradient_fields, gradient_params, pitch_of
+from cuflash.sm80_backward import (
+    check_plain,
+    delta_chunks,
+    gradient_fields,
+    gradient_params,
+    pitch_of,
+)
 from cuflash.sm80_forward import (
     BAND,
     FIXED,
@@ -183,6 +189,7 @@ def _prepared_backward(
 ) -> tuple[tuple[Launch, ...], tuple[Any, ...], tuple[Any, ...]]:
     """What a backward needs beside its arrays: launches, and the tails of both structs."""
     check_plan(plan, FIXED_FLOAT32, "float32")
+    check_plain(plan, "float32")
     p, softcap = problem, problem.softcap is not None
     launches = [delta_kernel(p.d_v).launch(p.heads * pitch_of(p.n_q), 1)]
     for what in GRADIENTS:

@@ -119,11 +119,16 @@ class BackwardPlan:
     #: Threads that share a row of delta = rowsum(dO O), eight columns at a time in turn; each adds
     #: its columns in ascending order, and they join by halves. 0: as many as there are eights.
     delta_threads: int = 0
+    #: dQ less what the sums of its rows of dS, 0 in real arithmetic, make of a mean key (`center`):
+    #: of keys that the row sees in whole groups of so many, a multiple of 16. 0: no such step.
+    center: int = 0
 
     def __post_init__(self) -> None:
         _check_choices(self, "plan.backward")
         for name in ("tile_m", "tile_n"):
             _hold_tile(self, name, f"plan.backward.{name}")
+        if _hold_integer(self, "center", "plan.backward.center"):
+            _hold_tile(self, "center", "plan.backward.center", "0 or ")
         threads = _hold_integer(self, "delta_threads", "plan.backward.delta_threads")
         if threads not in (0, 1, 2, 4, 8, 16, 32):
             raise ValueError(
@@ -140,11 +145,12 @@ def _hold_integer(plan: Any, name: str, what: str) -> int:
     return int(value)
 
 
-def _hold_tile(plan: Any, name: str, what: str) -> None:
+def _hold_tile(plan: Any, name: str, what: str, other: str = "") -> None:
     tile = _hold_integer(plan, name, what)
     if not 16 <= tile <= LARGEST_TILE or tile % 16:
         raise ValueError(
-            f"{what}: got {echo(tile)}, must be a positive multiple of 16, at most {LARGEST_TILE}"
+            f"{what}: got {echo(tile)}, must be {other}a positive multiple of 16, at most "
+            f"{LARGEST_TILE}"
         )
 
 

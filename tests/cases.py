@@ -86,6 +86,7 @@ def plans(draw: st.DrawFn, /, fmt: str | None = None, **fixed: Any) -> Plan:
         tile_m=draw(st.sampled_from((16, 32))),
         tile_n=draw(st.sampled_from((16, 32))),
         dq_order=draw(st.sampled_from(("ascending", "descending"))),
+        center=draw(st.sampled_from((0, 0, 16, 32))),
     )
     chosen: Any = draw(st.sampled_from(DTYPES)) if fmt is None else fmt
     return Plan(**{"numerics": numerics, "format": chosen, "backward": backward, **fields})

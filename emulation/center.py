@@ -1,0 +1,108 @@
+"""Centred dQ: dQ_i = scale (sum_j dS_ij k_j - R_i c_i), R_i = sum_j dS_ij - dLSE_i, c_i near a mean
+key.
+
+In real arithmetic R_i = 0. Computed, R_i is what the errors of row i of dS add up to: those of
+rounding it, and that of delta. They meet the part that keys have in common, so that dQ errs by R_i
+times their mean; with it taken off, errors of dS meet only what keys differ by. dK and dV keep
+their bits. Under a softcap a row of dS, multiplied by its slopes, has no such sum: dQ stays plain.
+
+c_i is SHARE of the mean of SAMPLES keys, evenly spread over the keys that the row sees, cut to whole groups
+of `center` keys. So it depends on the first and last key that row i sees, and on seen keys alone;
+a row that sees no whole group has no c_i, and its dQ stays plain. SHARE: the mean itself serves
+rows best whose largest dS are of keys like most others, and 0 those whose attention rests on a
+sink, a key near 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from emulation import rounding
+from emulation.machine import Machine, Node
+from emulation.plan import Plan
+from emulation.problem import Array, Problem
+
+SOURCE = "dQ centering"
+#: Keys that a mean is of, and the part of it that c is: powers of two, whose quotient rounds
+#: nothing.
+SAMPLES, SHARE = 16, 0.5
+
+
+def is_centered(plan: Plan, problem: Problem) -> bool:
+    """Whether dQ of this problem is centred under this Plan."""
+    return plan.backward.center > 0 and problem.softcap is None
+
+
+def sampled_keys(lo: Array, hi: Array, center: int) -> tuple[Array, Array, Array]:
+    """Of rows that see [lo, hi) (R,): the samples of each kind of row (C, SAMPLES), ascending; each
+    row's kind (R,); and whether it has a mean (R,).
+
+    With s and e the first and the last multiple of `center` in [lo, hi], sample t is
+    s + (2 t + 1) (e - s) // (2 SAMPLES).
+
+    >>> keys, kind, has = sampled_keys(np.array([0, 0]), np.array([63, 130]), 64)
+    >>> has.tolist(), keys[kind[1]].tolist()[:4]
+    ([False, True], [4, 12, 20, 28])
+    """
+    xp = rounding.namespace(lo)
+    first = -(-lo // center) * center
+    length = hi // center * center - first
+    has = length > 0
+    first, length = (xp.where(has, x, 0).astype(np.int64) for x in (first, length))
+    # One number for both; lengths are below 2^31.
+    kinds, kind = xp.unique(first * 2**31 + length, return_inverse=True)
+    first, length = kinds // 2**31, kinds % 2**31
+    odd = 2 * xp.arange(SAMPLES) + 1
+    return first[:, None] + odd * length[:, None] // (2 * SAMPLES), kind.reshape(-1), has
+
+
+def row_sums(m: Machine, sums: Node, rows: slice, parts: list[Node], seen: Array) -> Node:
+    """sums (N_q, 1) and in `rows` those of a tile of dS (R, T), in parts, as the tensor core sums
+    them: dS times a column of ones, from zero, then added in fp32.
+    """
+    xp = rounding.namespace(seen)
+    ones = m.input(xp.ones((1, seen.shape[1]), np.float32))
+    share = None
+    for part in parts:
+        share = m.dot_seen(SOURCE, part, ones, share, seen)
+    return m.replace(sums, rows, m.add(SOURCE, m.take(sums, rows), share))
+
+
+def centered(
+    m: Machine,
+    dq: Node,
+    sums: Node,
+    k: Array,
+    dlse: Array | None,
+    lo: Array,
+    hi: Array,
+    center: int,
+) -> Node:
+    """dq (N_q, D) before its scaling, less R c: k (N_k, D), sums (N_q, 1), dlse (N_q,) or None."""
+    xp = rounding.namespace(lo)
+    keys, kind, has = sampled_keys(lo, hi, center)
+    if not bool(has.any()):
+        return dq
+    every = slice(None)
+    samples = m.input(k[keys])  # (C, SAMPLES, D)
+    mean = m.take(samples, (every, 0))
+    for t in range(1, SAMPLES):
+        mean = m.add(SOURCE, mean, m.take(samples, (every, t)))
+    mean = m.take(m.mul(SOURCE, mean, np.float32(SHARE / SAMPLES)), kind)
+    if dlse is not None:
+        sums = m.sub(SOURCE, sums, m.input(dlse[:, None]))
+    moved = m.fma(SOURCE, m.map(sums, np.negative), mean, dq)
+    return m.select(xp.broadcast_to(has[:, None], m.value(dq).shape), moved, dq)
+
+
+def mean_sizes(k: Any, lo: Array, hi: Array, center: int) -> tuple[Array, Array]:
+    """Of float64 keys (N_k, D): what bounds each row's exact c (R, D), 0 where it has none; and
+    whether it has one (R,).
+    """
+    keys, kind, has = sampled_keys(lo, hi, center)
+    if not has.any():
+        return np.zeros((len(has), k.shape[1])), has
+    sizes: Array = SHARE * np.abs(k)[keys].mean(axis=1)[kind]
+    return np.where(has[:, None], sizes, 0.0), has
