@@ -1,16 +1,18 @@
-"""Centred dQ: dQ_i = scale (sum_j dS_ij k_j - R_i c_i), R_i = sum_j dS_ij - dLSE_i, c_i near a mean
-key.
+"""Centred dQ: less what the errors of a row of dS make of the part that keys have in common.
 
-In real arithmetic R_i = 0. Computed, R_i is what the errors of row i of dS add up to: those of
-rounding it, and that of delta. They meet the part that keys have in common, so that dQ errs by R_i
-times their mean; with it taken off, errors of dS meet only what keys differ by. dK and dV keep
-their bits. Under a softcap a row of dS, multiplied by its slopes, has no such sum: dQ stays plain.
+dQ_i = scale (sum_j dS_ij k_j - R_i c_i), R_i = sum_j dS_ij - dLSE_i, c_i near a mean key. In real
+arithmetic R_i = 0. Computed, R_i is what the errors of row i of dS add up to: those of rounding it,
+and that of delta. They meet the mean of the keys, so that dQ errs by R_i times it; with that taken
+off, errors of dS meet only what keys differ by. dK and dV keep their bits. Under a softcap a row of
+dS, multiplied by its slopes, has no such sum: dQ stays plain.
 
-c_i is SHARE of the mean of SAMPLES keys, evenly spread over the keys that the row sees, cut to whole groups
-of `center` keys. So it depends on the first and last key that row i sees, and on seen keys alone;
-a row that sees no whole group has no c_i, and its dQ stays plain. SHARE: the mean itself serves
-rows best whose largest dS are of keys like most others, and 0 those whose attention rests on a
-sink, a key near 0.
+c_i is SHARE of the mean of SAMPLES keys, evenly spread over the keys that the row sees, cut to
+whole groups of `center` keys. So it depends on the first and last key that row i sees, and on seen
+keys alone; a row that sees no whole group has no c_i, and its dQ stays plain. SHARE: the mean
+itself serves best the rows whose largest dS are of keys like most others; rows that rest on a sink,
+whose key is small, want less of it.
+
+A dS that overflows, or an infinite key, gives NaN here where plain dQ may be infinite.
 """
 
 from __future__ import annotations
