@@ -41,12 +41,32 @@ def measure(n: int, dtype: str) -> dict[str, Any]:
     return row
 
 
+def wide() -> dict[str, Any]:
+    """A backward's workspace over the size of q, k, v and dout: D = 192, D_v = 128, 128 heads."""
+    heads, n = 128, 32768
+    q, k, v, dout = (
+        cupy.zeros((heads, n, d), numpy_dtype("bfloat16")) for d in (192, 192, 128, 128)
+    )
+    given = q.nbytes + k.nbytes + v.nbytes + dout.nbytes
+    _, vjp = cuflash.attention_vjp(q, k, v, causal=True)
+    with measured() as peak:
+        results = sum(x.nbytes for x in vjp(dout))
+        workspace = peak.bytes - results
+    return {
+        "q, k, v and dout": given,
+        "workspace": workspace,
+        "workspace / given": workspace / given,
+    }
+
+
 def main() -> None:
     figures = {}
     for dtype in ("bfloat16", "float32"):
         for n in LENGTHS:
             row = figures[f"{dtype} N={n}"] = measure(n, dtype)
             print(f"{dtype} N={n:6}", {x: y for x, y in row.items() if "a row" in x}, flush=True)
+    figures["bfloat16 D=192 D_v=128 N=32768, 128 heads, backward"] = row = wide()
+    print(row)
     print(write("memory", figures, extra=gpu()))
 
 

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -24,7 +26,7 @@ import numpy as np
 import cuflash
 from cuflash import sm90_backward
 from emulation.samples import sample
-from tests.golden_cases import CASES
+from tests.golden_cases import CASES, GoldenCase
 
 #: Queries, keys, head dimensions, options.
 SHAPES: list[tuple[int, int, int, int, dict[str, Any]]] = [
@@ -76,8 +78,29 @@ def run(arrays: Any, dout: Any, dlse: Any = None, *, fill: bool = False, **optio
         first = found
 
 
-def rare(dtype: str, d: int, d_v: int, *, small: bool) -> list[Any]:
-    """q, k, v and dout, six heads on two, three steps or more of every tile of keys."""
+def recorded(case: GoldenCase, dtype: str, fill: bool) -> None:
+    """A problem whose bits are recorded."""
+    *arrays, dout = (cupy.asarray(x) for x in case._replace(dtype=dtype).inputs())
+    run(arrays, dout, fill=fill, numerics=case.numerics, **case.options)
+
+
+def strided(
+    dtype: str, n_q: int, n_k: int, d: int, d_v: int, options: dict[str, Any], fill: bool
+) -> None:
+    """Batches of grouped heads, (B, N, H, D) in memory, with a gradient of LSE."""
+    lengths = {"q": (n_q, d, 6), "k": (n_k, d, 2), "v": (n_k, d_v, 2), "dout": (n_q, d_v, 6)}
+    given = {}
+    for name, (n, width, heads) in lengths.items():
+        x = sample("normal", n=n, d=width, heads=2 * heads, dtype=dtype)[0]
+        x = x.reshape(2, heads, n, width).swapaxes(1, 2)
+        given[name] = cupy.asarray(np.ascontiguousarray(x)).swapaxes(1, 2)
+    dlse = cupy.ones((2, 6, n_q), np.float32)
+    dout = given.pop("dout")
+    run(given.values(), dout, dlse, fill=fill, **options)
+
+
+def rare(dtype: str, d: int, d_v: int, small: bool, options: dict[str, Any], fill: bool) -> None:
+    """Six heads on two, three steps or more of every tile of keys."""
     q = sample("normal", n=150, d=d, heads=6, dtype=dtype)[0]
     k = sample("normal", n=170, d=d, heads=2, dtype=dtype, seed=1)[1]
     v = sample("normal", n=170, d=d_v, heads=2, dtype=dtype, seed=1)[2]
@@ -86,44 +109,33 @@ def rare(dtype: str, d: int, d_v: int, *, small: bool) -> list[Any]:
         dout[:, ::3] = (dout[:, ::3].astype(np.float32) * np.float32(2.0**-112)).astype(dout.dtype)
     else:
         q[:, 3, 1], k[:, 90, 0], v[:, 60, 2], dout[:, 41, 3] = np.nan, -np.inf, np.nan, np.inf
-    return [cupy.asarray(x) for x in (q, k, v, dout)]
+    run([cupy.asarray(x) for x in (q, k, v)], cupy.asarray(dout), fill=fill, **options)
+
+
+def problems() -> Iterator[Callable[[bool], None]]:
+    """Each draws its inputs and runs all kernels; True: with the sums filled."""
+    for case in CASES.values():
+        yield partial(recorded, case, case.dtype)
+        yield partial(recorded, case, "float32")
+    masks: tuple[dict[str, Any], ...] = ({"causal": True}, {"window": (40, 9)})
+    for dtype in ("float16", "bfloat16", "float32"):
+        for shape in SHAPES:
+            yield partial(strided, dtype, *shape)
+        for (d, d_v), small, options in itertools.product(RARE, (False, True), masks):
+            yield partial(rare, dtype, d, d_v, small, options)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fill-sums", action="store_true")
-    fill = parser.parse_args().fill_sums
-    count = 0
-    for case in CASES.values():
-        for dtype in (case.dtype, "float32"):
-            *arrays, dout = (cupy.asarray(x) for x in case._replace(dtype=dtype).inputs())
-            run(arrays, dout, fill=fill, numerics=case.numerics, **case.options)
-            count += 1
-    for dtype in ("float16", "bfloat16", "float32"):
-        for n_q, n_k, d, d_v, options in SHAPES:
-            lengths = {
-                "q": (n_q, d, 6),
-                "k": (n_k, d, 2),
-                "v": (n_k, d_v, 2),
-                "dout": (n_q, d_v, 6),
-            }
-            given = {}
-            for name, (n, width, heads) in lengths.items():
-                x = sample("normal", n=n, d=width, heads=2 * heads, dtype=dtype)[0]
-                x = x.reshape(2, heads, n, width).swapaxes(1, 2)  # (B, N, H, D) in memory
-                given[name] = cupy.asarray(np.ascontiguousarray(x)).swapaxes(1, 2)
-            dlse = cupy.ones((2, 6, n_q), np.float32)
-            dout = given.pop("dout")
-            run(given.values(), dout, dlse, fill=fill, **options)
-            count += 1
-        for d, d_v in RARE:
-            for small in (False, True):
-                for options in ({"causal": True}, {"window": (40, 9)}):
-                    *arrays, dout = rare(dtype, d, d_v, small=small)
-                    run(arrays, dout, fill=fill, **options)
-                    count += 1
+    parser.add_argument("--part", default="0/1", help="I/N: every N-th problem, from the I-th on")
+    given = parser.parse_args()
+    first, step = map(int, given.part.split("/"))
+    chosen = list(problems())[first::step]
+    for problem in chosen:
+        problem(given.fill_sums)
     cupy.cuda.Device().synchronize()
-    print(f"{count} problems, forward and backward")
+    print(f"{len(chosen)} problems, forward and backward")
 
 
 if __name__ == "__main__":

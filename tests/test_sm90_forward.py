@@ -122,8 +122,9 @@ def test_no_schedule_changes_a_bit(d: int, causal: bool) -> None:
     plain = dataclasses.replace(schedule_of(d, d, False), q_stages=1)
     either = (False, True)
     for cluster, ping_pong, early, joined in itertools.product((1, 2), either, either, either):
-        choice = {"cluster": cluster, "ping_pong": ping_pong, "early": early, "joined": joined}
-        schedule = dataclasses.replace(plain, **choice)
+        schedule = dataclasses.replace(
+            plain, cluster=cluster, ping_pong=ping_pong, early=early, joined=joined
+        )
         out, lse = launched(q, k, v, schedule, causal=causal)
         assert_same(f"{schedule} lse", lse, want_lse)
         assert_same(f"{schedule} out", out, want)

@@ -189,8 +189,11 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
           ptx::mbarrier_wait_asleep(base + L::kVFull + 8 * stage, v_turn / kStages % 2);
           if (tile < end && tile >= begin && w.scanned(tile)) {
             char* v = shared + L::kV + stage * S::V::kBytes;
-            if (clear_nonfinite<Half, S::V::kBytes, 32 * P::kScanWarps>(v, threadIdx.x - 32))
+            if (clear_nonfinite<Half, S::V::kBytes, 32 * P::kScanWarps>(v, threadIdx.x - 32)) {
+              // Passed before the tile was loaded: nobody reads the mark of the one before it.
+              ptx::mbarrier_wait(base + L::kVEmpty + 8 * stage, v_turn / kStages % 2 ^ 1);
               ptx::st_shared(base + L::kFound + 4 * stage, static_cast<i32>(v_turn));
+            }
             ptx::fence_proxy_async();
             __syncwarp();
             if (lane == 0) ptx::mbarrier_arrive(base + L::kVClean + 8 * stage);
@@ -234,7 +237,9 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
       const u32 stage = v % kStages;
       ptx::mbarrier_wait(base + L::kVClean + 8 * stage, clean_parity >> stage & 1);
       clean_parity ^= 1u << stage;
-      return ptx::ld_shared(base + L::kFound + 4 * stage) == static_cast<i32>(v);
+      const i32 mark = ptx::ld_shared(base + L::kFound + 4 * stage);
+      __syncwarp();
+      return mark == static_cast<i32>(v);
     };
     auto product = [&] {  // O takes P
       issue_output<S, P::kOnes>(o, p, base + L::kV + v % kStages * S::V::kBytes, base + L::kOnes);
