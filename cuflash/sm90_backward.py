@@ -17,7 +17,6 @@ from cuflash.planner import runs_hopper_backward
 from cuflash.problem import GpuProblem
 from cuflash.sm80_backward import (
     DELTA_PARAMS,
-    check_plain,
     delta_kernel,
     gradient_fields,
     pitch_of,
@@ -26,15 +25,18 @@ from cuflash.sm80_forward import BAND, HALVES, STRIDES, THREADS, check_plan, fla
 from cuflash.sm90_forward import is_masked, panels, width_of
 from cuflash.tensor_map import BYTES as MAP_BYTES
 from cuflash.tensor_map import tensor_map
+from emulation.center import is_centered
 from emulation.plan import BackwardPlan, Numerics, Plan
 from emulation.problem import Problem
 
 MAPS = ("q", "k", "v", "dout", "dk", "dv")
 STRIDED = ("q", "k", "dout", "dq", "dk", "dv")
 COUNTS = ("heads", "group", "d", "d_v", "pitch", "descending", "masked", "interleave", "pieces")
+COUNTS += ("center",)
+WORKSPACES = ("lse2", "delta", "sums", "turns", "tickets", "row_sums", "dlse")
 #: The parameters of the gradient kernels behind the tensor maps: sm90::BackwardParams.
 FIELDS = np.dtype(
-    [(name, np.uint64) for name in (*STRIDED, "lse2", "delta", "sums", "turns", "tickets")]
+    [(name, np.uint64) for name in (*STRIDED, *WORKSPACES)]
     + [(f"{name}_strides", STRIDES) for name in STRIDED]
     + [("band", BAND)]
     + [(name, np.int32) for name in COUNTS]
@@ -117,7 +119,8 @@ def backward_instantiation(
 ) -> Instantiation:
     """The gradient kernel of a Plan for these head dimensions."""
     sizes = f"cuflash::{HALVES[plan.format]},{width_of(d)},{width_of(d_v)}"
-    flags = f"{flag(softcap)},{flag(plan.numerics.out == 'float32')}"
+    center = plan.backward.center > 0 and not softcap
+    flags = f"{flag(softcap)},{flag(plan.numerics.out == 'float32')},{flag(center)}"
     if is_wide(d, d_v):
         wide = f"cuflash::sm90::WideShape<{sizes}>"
         return Instantiation(
@@ -140,20 +143,21 @@ def interleaved_heads(p: Problem, tiles: int, processors: int) -> int:
 @dataclass(frozen=True)
 class _Prepared:
     """What a backward needs beside its arrays: launches, the tails of their structs, rows of the
-    boxes of the tensor maps, elements of the sums of dQ, and blocks of rows of all heads.
+    boxes of the tensor maps, elements of the sums of dQ and of those of rows of dS, and blocks of
+    rows of all heads.
     """
 
     launches: tuple[Launch, Launch]
     tails: tuple[tuple[Any, ...], ...]
     boxes: tuple[int, ...]
     sums: int
+    row_sums: int
     blocks: int
 
 
 @functools.lru_cache(maxsize=256)
 def _prepared(p: Problem, plan: Plan, shape: Shape | None, processors: int) -> _Prepared:
     check_plan(plan, kernels="sm90")
-    check_plain(plan, "sm90")
     softcap, keys = p.softcap is not None, plan.backward.tile_n
     if not runs_hopper_backward(p, plan):
         raise ValueError(
@@ -167,6 +171,7 @@ def _prepared(p: Problem, plan: Plan, shape: Shape | None, processors: int) -> _
         "masked": is_masked(p),
         "interleave": interleaved_heads(p, tiles, processors),
         "pieces": pieces,
+        "center": plan.backward.center,
     }
     ones = delta_kernel(plan, p.d_v)
     launches = (
@@ -183,6 +188,7 @@ def _prepared(p: Problem, plan: Plan, shape: Shape | None, processors: int) -> _
         tails=tuple(tail_of(x, fields) for x in (DELTA_PARAMS, FIELDS)),
         boxes=(s.rows, keys, keys, s.rows, 64, 64),
         sums=blocks * parts * part_rows(p.d, s) * 64,
+        row_sums=blocks * s.rows if is_centered(plan, p) else 0,
         blocks=blocks,
     )
 
@@ -205,6 +211,7 @@ def backward(
     found = _prepared(p.shapes, plan, shape, multiprocessors(p.device))
     lse2, delta = cp.empty((2, p.batch * p.heads, pitch_of(p.n_q)), np.float32)
     sums = cp.empty(found.sums, np.float32)
+    row_sums = cp.empty(found.row_sums, np.float32) if found.row_sums else None
     counts = cp.zeros(found.blocks + 1, np.int32)
     halves = plan.numerics.out == "input"
     mapped = (p.q, p.k, p.v, dout, dk if halves else None, dv if halves else None)
@@ -213,22 +220,22 @@ def backward(
         for x, n in zip(mapped, found.boxes, strict=True)
     )
     ones = packed(DELTA_PARAMS, (dout, out, rest), (lse, dlse, lse2, delta), found.tails[0])
-    work = (lse2, delta, sums, counts, counts[-1:])
+    work = (lse2, delta, sums, counts, counts[-1:], row_sums, dlse)
     fields = packed(FIELDS, (p.q, p.k, dout, dq, dk, dv), work, found.tails[1])
     params = bytearray(PARAMS.itemsize)
     params[: len(maps)] = maps
     params[len(maps) : len(maps) + FIELDS.itemsize] = fields.tobytes()
-    touched = (p.q, p.k, p.v, dout, dlse, out, rest, lse, dq, dk, dv, *work)
+    touched = (p.q, p.k, p.v, dout, out, rest, lse, dq, dk, dv, *work)
     run(found.launches, (ones, np.frombuffer(params, PARAMS)), p.device, touched)
 
 
 def instantiations() -> Iterable[Instantiation]:
-    """A representative list: head dimensions, softcap and float32 gradients."""
+    """A representative list: head dimensions, softcap, float32 gradients and centred dQ."""
     for fmt in ("bfloat16", "float16"):
         for d, d_v in INSTANCES:
-            for softcap in (False, True):
+            for softcap, center in ((False, 0), (False, 32), (True, 0)):
                 for out in ("input", "float32"):
-                    tiles = BackwardPlan(tile_n=64 if is_wide(d, d_v) else 128)
+                    tiles = BackwardPlan(tile_n=64 if is_wide(d, d_v) else 128, center=center)
                     numerics = Numerics.of({"out": out})
                     plan = Plan(numerics=numerics, format=fmt, backward=tiles)
                     shape = shape_of(d, d_v, softcap)

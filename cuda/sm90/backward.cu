@@ -38,7 +38,8 @@ struct BackwardShape {
                        kTicket = kSmallAt + 8, kBytes = kTicket + 8;
 };
 
-template <class S, bool kSoftcap, bool kFloatOut>
+// kCenter: dQ is centred; not under a softcap.
+template <class S, bool kSoftcap, bool kFloatOut, bool kCenter>
 __global__ void __launch_bounds__(kThreads, 1)
     backward(const __grid_constant__ BackwardParams params) {
   using Half = typename S::Half;
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::mbarrier_init(base + S::kDOFull + 8 * i, 1);
       ptx::mbarrier_init(base + S::kDOEmpty + 8 * i, kWarps);
       ptx::mbarrier_init(base + S::kDSFull + 8 * i, kWarps);
-      ptx::mbarrier_init(base + S::kDSEmpty + 8 * i, kWarps);
+      ptx::mbarrier_init(base + S::kDSEmpty + 8 * i, kWarps + (kCenter ? 1 : 0));
       ptx::mbarrier_init(base + S::kShareFull + 8 * i, kWarps);
       ptx::mbarrier_init(base + S::kShareEmpty + 8 * i, 1);
       ptx::st_shared(base + S::kSmallAt + 4 * i, 0);
@@ -75,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   const i32 ticket = ptx::ld_shared(base + S::kTicket);
   if (ticket >= params.pieces) {
-    Conversion<S, kFloatOut>(params, ticket - params.pieces).run(reinterpret_cast<float*>(shared));
+    Conversion<S, kFloatOut, kCenter>(params, ticket - params.pieces).run(reinterpret_cast<float*>(shared));
     return;
   }
   const Piece<kBlockM, kBlockN> piece(params, ticket);
@@ -122,9 +123,17 @@ __global__ void __launch_bounds__(kThreads, 1)
         const i32 blocks = (band.n_q + kBlockM - 1) / kBlockM;
         const i32 block_at = (piece.batch * params.heads + walk.head) * blocks + walk.block;
         const i32 turn = turn_of<kBlockM, kBlockN>(params, piece.tile, walk.block);
+        RowSums<S, kCenter> rows;
+        if constexpr (kCenter) {
+          ptx::mbarrier_wait(base + S::kDSFull + 8 * mine, step / 2 % 2);
+          rows.sum(base + S::kDS + mine * DS::kBytes);
+          __syncwarp();
+          if (lane == 0) ptx::mbarrier_arrive(base + S::kDSEmpty + 8 * mine);
+        }
         ptx::mbarrier_wait(base + S::kShareFull + 8 * mine, step / 2 % 2);
-        add_share<S::kShareBytes>(params, block_at, turn, base + S::kShare + mine * S::kShareBytes,
-                                  base + S::kShareEmpty + 8 * mine, base + S::kSmallAt + 4 * mine);
+        add_share<S::kShareBytes, kBlockM>(
+            params, block_at, turn, base + S::kShare + mine * S::kShareBytes,
+            base + S::kShareEmpty + 8 * mine, base + S::kSmallAt + 4 * mine, rows);
       }
     }
     return;

@@ -38,7 +38,8 @@ struct WideShape {
                        kSpecialAt = kSmallAt + 8, kTicket = kSpecialAt + 8, kBytes = kTicket + 8;
 };
 
-template <class S, bool kSoftcap, bool kFloatOut>
+// kCenter: dQ is centred; not under a softcap.
+template <class S, bool kSoftcap, bool kFloatOut, bool kCenter>
 __global__ void __launch_bounds__(kThreads, 1)
     backward_wide(const __grid_constant__ BackwardParams params) {
   using Half = typename S::Half;
@@ -56,7 +57,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Band& band = params.band;
 
   if (threadIdx.x == 0) {
-    constexpr u32 kWarps = kConsumers / 32;
+    constexpr u32 kWarps = kConsumers / 32, kOneMore = kCenter ? 1 : 0;
     const i32 ticket = atomicAdd(params.tickets, 1);
     ptx::mbarrier_init(base + S::kKeysFull, 1);
     for (int i = 0; i < 2; ++i) {
@@ -65,9 +66,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::mbarrier_init(base + S::kDOFull + 8 * i, 1);
       ptx::mbarrier_init(base + S::kDOEmpty + 8 * i, kWarps);
       ptx::mbarrier_init(base + S::kDSFull + 8 * i, kWarps / 2);
-      ptx::mbarrier_init(base + S::kDSEmpty + 8 * i, kWarps);
+      ptx::mbarrier_init(base + S::kDSEmpty + 8 * i, kWarps + kOneMore);
       ptx::mbarrier_init(base + S::kTurnCome + 8 * i, 1);
-      ptx::mbarrier_init(base + S::kAdded + 8 * i, kWarps);
+      ptx::mbarrier_init(base + S::kAdded + 8 * i, kWarps + kOneMore);
       ptx::mbarrier_init(base + S::kTold + 8 * i, 1);
       ptx::st_shared(base + S::kSmallAt + 4 * i, -1);
     }
@@ -77,7 +78,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   const i32 ticket = ptx::ld_shared(base + S::kTicket);
   if (ticket >= params.pieces) {
-    Conversion<S, kFloatOut>(params, ticket - params.pieces).run(reinterpret_cast<float*>(shared));
+    Conversion<S, kFloatOut, kCenter>(params, ticket - params.pieces).run(reinterpret_cast<float*>(shared));
     return;
   }
   const Piece<kBlockM, kBlockN> piece(params, ticket);
@@ -89,6 +90,26 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<S::kLoaderRegs>();
     const int warp = threadIdx.x / 32;
+    if constexpr (kCenter) {
+      // -- A whole warp that adds the sums of rows of dS -----------------------------------------
+      for (i32 step = 0; warp == 3 && step < piece.steps; ++step) {
+        const u32 stage = step % 2, parity = step / 2 % 2;
+        RowSums<S, true> rows;
+        ptx::mbarrier_wait(base + S::kDSFull + 8 * stage, parity);
+        rows.sum(base + S::kDS + stage * DS::kBytes);
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(base + S::kDSEmpty + 8 * stage);
+        ptx::mbarrier_wait(base + S::kTurnCome + 8 * stage, parity);
+        const bool first = ptx::ld_shared(base + S::kFoundAt + 4 * stage) == 0;
+        float* const sums =
+            params.row_sums +
+            static_cast<i64>(block_at(Walk::at(piece, params.group, step))) * kBlockM;
+        if (!first) rows.fetch(sums);
+        rows.store(sums, first);
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(base + S::kAdded + 8 * stage);
+      }
+    }
     if (lane != 0 || piece.steps == 0) return;
     if (warp == 0) {
       // -- The loader: K and V once, then Q and dO of every step with LSE and delta --------------

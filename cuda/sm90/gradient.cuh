@@ -27,6 +27,8 @@ struct BackwardParams {
   float* sums;                // dQ so far, see sm90/sums.cuh
   i32* turns;    // (batch * heads, blocks): key tiles that have been added; zeros at first
   i32* tickets;  // CTAs that have started; 0 at first
+  float* row_sums;    // (batch * heads, blocks, kBlockM): of dS so far; where dQ is centred
+  const float* dlse;  // (batch * heads, n_q), or null
   Strides q_strides, k_strides, dout_strides, dq_strides, dk_strides, dv_strides;
   Band band;
   i32 heads, group;  // query heads, query heads per key head
@@ -36,6 +38,7 @@ struct BackwardParams {
   i32 masked;      // whether a mask hides keys that exist
   i32 interleave;  // heads whose tickets alternate
   i32 pieces;      // tiles of keys of all heads; tickets behind them convert dQ
+  i32 center;      // of the Plan
   float c;         // a score times c is in log2 units
   float cap;       // softcap: a score times cap is the argument of tanh
   float scale;     // of dQ and dK

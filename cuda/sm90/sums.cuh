@@ -16,9 +16,12 @@
 // all shares of a block are 0 or at least 2^-101: those are multiples of 2^-124, and so are their
 // sums, none of which then is subnormal. A share with something smaller is added by the warp
 // itself, and so are all later ones of its block, whose count says so.
+//
+// Sums of the rows of dS (sm90/row_sums.cuh) come and go with the shares: read when it is a tile's
+// turn, written before the count is raised. They are added in registers, subnormals and all.
 #pragma once
 
-#include "sm90/gradient.cuh"
+#include "sm90/row_sums.cuh"
 
 namespace cuflash::sm90 {
 
@@ -86,10 +89,10 @@ __device__ __forceinline__ void add_registers(float* to, const Accumulator<kGrou
 
 // By a whole warp: a share at `from` to the sums of a block when it is this tile's turn. empty: the
 // barrier that says when it may be overwritten. small_at: kSmall if the share holds something
-// small.
-template <u32 kBytes>
+// small. rows: sums of the tile of dS whose share it is.
+template <u32 kBytes, int kBlockM, class Rows>
 __device__ __forceinline__ void add_share(const BackwardParams& params, i32 block_at, i32 turn,
-                                          u32 from, u32 empty, u32 small_at) {
+                                          u32 from, u32 empty, u32 small_at, Rows& rows) {
   const int lane = threadIdx.x % 32;
   i32 mark = ptx::ld_shared(small_at);
   if (turn > 0) {
@@ -102,6 +105,11 @@ __device__ __forceinline__ void add_share(const BackwardParams& params, i32 bloc
     ptx::fence_proxy_async_all();  // what was added before, or stored, comes before what we add
   }
   mark = __shfl_sync(kWholeWarp, mark, 0);
+  float* const row_sums =
+      Rows::kOn ? params.row_sums + static_cast<i64>(block_at) * kBlockM : nullptr;
+  if constexpr (Rows::kOn) {
+    if (turn > 0) rows.fetch(row_sums);
+  }
   float* const to = params.sums + static_cast<i64>(block_at) * (kBytes / 4);
   if (turn > 0 && mark != 0) {
 #pragma unroll 1
@@ -117,6 +125,10 @@ __device__ __forceinline__ void add_share(const BackwardParams& params, i32 bloc
     }
     ptx::cp_async_bulk_commit_group();
     ptx::cp_async_bulk_wait_group_read<0>();
+  }
+  if constexpr (Rows::kOn) {
+    rows.store(row_sums, turn == 0);
+    __syncwarp();
   }
   if (lane == 0) {
     ptx::st_shared(small_at, 0);
