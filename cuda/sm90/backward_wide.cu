@@ -15,8 +15,8 @@ struct WideShape {
   static constexpr int kD = kD_, kDv = kDv_, kBlockM = 64, kBlockN = 64;
   static constexpr int kColumns = kD > kDv ? kD : kDv;  // of an accumulator; the rest is not used
   // Registers of a thread that loads or waits, and of a consumer's: what the launch gave, shared
-  // anew.
-  static constexpr int kLoaderRegs = 24, kConsumerRegs = 240;
+  // anew. Where dQ is centred, the first kind also sums rows of dS.
+  static constexpr int kLoaderRegs = 24, kConsumerRegs = 240, kSumRegs = 8;
   static constexpr bool kTogether = false, kBf16 = Half::kOnes == 0x3f803f80u;
   using K = Panels<kBlockN, kD>;
   using V = Panels<kBlockN, kDv>;
@@ -35,7 +35,8 @@ struct WideShape {
                        kDOFull = kQEmpty + 16, kDOEmpty = kDOFull + 16, kDSFull = kDOEmpty + 16,
                        kDSEmpty = kDSFull + 16, kTurnCome = kDSEmpty + 16, kAdded = kTurnCome + 16,
                        kTold = kAdded + 16, kFoundAt = kTold + 16, kSmallAt = kFoundAt + 8,
-                       kSpecialAt = kSmallAt + 8, kTicket = kSpecialAt + 8, kBytes = kTicket + 8;
+                       kSpecialAt = kSmallAt + 8, kTicket = kSpecialAt + 8, kBlockAt = kTicket + 8,
+                       kBytes = kBlockAt + 8;
 };
 
 // kCenter: dQ is centred; not under a softcap.
@@ -88,13 +89,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
 
   if (warpgroup == 0) {
-    ptx::setmaxnreg_dec<S::kLoaderRegs>();
+    ptx::setmaxnreg_dec<S::kLoaderRegs + (kCenter ? S::kSumRegs : 0)>();
     const int warp = threadIdx.x / 32;
     if constexpr (kCenter) {
       // -- A whole warp that adds the sums of rows of dS -----------------------------------------
       for (i32 step = 0; warp == 3 && step < piece.steps; ++step) {
         const u32 stage = step % 2, parity = step / 2 % 2;
-        RowSums<S, true> rows;
+        RowSums<S, true, 1> rows;
         ptx::mbarrier_wait(base + S::kDSFull + 8 * stage, parity);
         rows.sum(base + S::kDS + stage * DS::kBytes);
         __syncwarp();
@@ -103,7 +104,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         const bool first = ptx::ld_shared(base + S::kFoundAt + 4 * stage) == 0;
         float* const sums =
             params.row_sums +
-            static_cast<i64>(block_at(Walk::at(piece, params.group, step))) * kBlockM;
+            static_cast<i64>(ptx::ld_shared(base + S::kBlockAt + 4 * stage)) * kBlockM;
         if (!first) rows.fetch(sums);
         rows.store(sums, first);
         __syncwarp();
@@ -156,6 +157,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
         ptx::mbarrier_wait(base + S::kTold + 8 * (step % 2), step / 2 % 2 ^ 1);
         ptx::st_shared(base + S::kFoundAt + 4 * (step % 2), found);
+        if constexpr (kCenter)
+          ptx::st_shared(base + S::kBlockAt + 4 * (step % 2), block_at(walk));
         ptx::mbarrier_arrive(base + S::kTurnCome + 8 * (step % 2));
       }
     } else if (warp == 2) {
@@ -173,7 +176,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 
   // -- Consumers -----------------------------------------------------------------------------
-  ptx::setmaxnreg_inc<S::kConsumerRegs>();
+  ptx::setmaxnreg_inc<S::kConsumerRegs - (kCenter ? S::kSumRegs : 0)>();
   const int mine = warpgroup - 1, thread = threadIdx.x % 128;
   const Place place = Place::of(thread);
   float acc[2][S::kColumns / 8][2];  // dV or dK
