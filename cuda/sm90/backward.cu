@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         const i32 blocks = (band.n_q + kBlockM - 1) / kBlockM;
         const i32 block_at = (piece.batch * params.heads + walk.head) * blocks + walk.block;
         const i32 turn = turn_of<kBlockM, kBlockN>(params, piece.tile, walk.block);
-        RowSums<S, kCenter, 2> rows;
+        RowSums<S, kCenter, 1> rows;
         if constexpr (kCenter) {
           ptx::mbarrier_wait(base + S::kDSFull + 8 * mine, step / 2 % 2);
           rows.sum(base + S::kDS + mine * DS::kBytes);

@@ -35,7 +35,7 @@ struct WideShape {
                        kDOFull = kQEmpty + 16, kDOEmpty = kDOFull + 16, kDSFull = kDOEmpty + 16,
                        kDSEmpty = kDSFull + 16, kTurnCome = kDSEmpty + 16, kAdded = kTurnCome + 16,
                        kTold = kAdded + 16, kFoundAt = kTold + 16, kSmallAt = kFoundAt + 8,
-                       kSpecialAt = kSmallAt + 8, kTicket = kSpecialAt + 8, kBlockAt = kTicket + 8,
+                       kSpecialAt = kSmallAt + 8, kTicket = kSpecialAt + 8, kInKeysAt = kTicket + 4, kBlockAt = kTicket + 8,
                        kBytes = kBlockAt + 8;
 };
 
@@ -182,6 +182,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   float acc[2][S::kColumns / 8][2];  // dV or dK
   clear(acc);
   Specials<S> specials(params, piece, shared, mine, thread);
+  // Whether K has NaN or Inf. Where dQ is centred, there is no register left for it: each thread
+  // reads what it has written, and all write the same.
+  const u32 in_keys_at = base + S::kInKeysAt;
+  auto in_keys = [&] { return kCenter ? ptx::ld_shared(in_keys_at) != 0 : specials.in_keys; };
   auto arrive = [&](u32 barrier) {
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   };
@@ -263,6 +267,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (i == 0) ptx::mbarrier_wait(base + S::kTurnCome + 8 * stage, step / 2 % 2);
       if (small) ptx::st_shared(base + S::kSmallAt + 4 * stage, step);
       const i32 found = ptx::ld_shared(base + S::kFoundAt + 4 * stage);
+      if constexpr (kCenter) at = ptx::ld_shared(base + S::kBlockAt + 4 * stage);
       float* const sums =
           params.sums + (static_cast<i64>(at) * S::kParts + part) * (S::kPartM * 64) + thread * 4;
       add_registers(sums, share, found == 0, (found & kSmall) != 0 || small);
@@ -288,6 +293,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (mine == 1) next();
     ptx::mbarrier_wait(base + S::kKeysFull, 0);
     if (params.masked) specials.look_at_keys();
+    if constexpr (kCenter) ptx::st_shared(in_keys_at, specials.in_keys);
     if (step < piece.steps) {
       wait_q(step);
       wait_do(step);
@@ -314,7 +320,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (special) specials.clear_rows(mine);
       if (thread == 0) ptx::st_shared(base + S::kSpecialAt + 4 * mine, special);
     }
-    if (any && specials.in_keys) specials.add_to_scores(s, walk, 0, 0);
+    if (any && in_keys()) specials.add_to_scores(s, walk, 0, 0);
     u32 p_half[kGroups / 2][4], ds_half[kGroups / 2][4];
     const RowsOfKey seen{band, walk.block * kBlockM, piece.first_key};
 #pragma unroll
@@ -365,7 +371,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int i = 0; i < 2 * kGroups; ++i)
       p_half[i / 4][i % 4] = mine == 0 ? p_half[i / 4][i % 4] : ds_half[i / 4][i % 4];
     issue_own(p_half, mine);
-    const bool in_keys = any && specials.in_keys;
+    const bool keys_too = any && in_keys();
     float one[2][S::kPartM / 8][2], two[2][S::kPartM / 8][2];
     // A product of whatever is there before the first step, and not used.
     issue_share(one, 0, mine ^ 1);
@@ -377,14 +383,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     arrive(base + S::kDOEmpty + 8 * mine);
     if constexpr (S::kTake == 2) {
       issue_share(two, 1, mine ^ 1);
-      if (step > 0) add(one, 0, step - 1, before, in_keys);
+      if (step > 0) add(one, 0, step - 1, before, keys_too);
       ptx::wgmma_wait_group<0>();
       ptx::fence_operands(two);
     }
     float three[2][S::kPartM / 8][2];
     issue_share(three, 0, mine);
     if (step > 0) {
-      add(S::kTake == 2 ? two : one, S::kTake - 1, step - 1, before, in_keys);
+      add(S::kTake == 2 ? two : one, S::kTake - 1, step - 1, before, keys_too);
       arrive(base + S::kDSEmpty + 8 * (mine ^ 1));
     }
     ptx::wgmma_wait_group<0>();
@@ -392,11 +398,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     float four[2][S::kPartM / 8][2];
     if constexpr (S::kTake == 2) {
       issue_share(four, 1, mine);
-      add(three, 0, step, here, in_keys);
+      add(three, 0, step, here, keys_too);
       ptx::wgmma_wait_group<0>();
       ptx::fence_operands(four);
     }
-    add(S::kTake == 2 ? four : three, S::kTake - 1, step, here, in_keys);
+    add(S::kTake == 2 ? four : three, S::kTake - 1, step, here, keys_too);
     arrive(base + S::kDSEmpty + 8 * mine);
     const bool more = step + 2 < piece.steps;
     float s_next[2][kGroups][2], dp_next[2][kGroups][2];  // after the last step not used
@@ -415,7 +421,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
 #pragma unroll 1
   for (; step < piece.steps; step += 2) {
-    if (specials.in_keys || !piece.plain(walk.block) || !plain_before) {
+    if (in_keys() || !piece.plain(walk.block) || !plain_before) {
       advance(true);
     } else {
       advance(false);
@@ -435,7 +441,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       issue_share(share, i, mine ^ 1);
       ptx::wgmma_wait_group<0>();
       ptx::fence_operands(share);
-      add(share, i, step - 1, before, specials.in_keys);
+      add(share, i, step - 1, before, in_keys());
     }
   }
 
