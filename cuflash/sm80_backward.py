@@ -27,6 +27,7 @@ from cuflash.sm80_forward import (
     flag,
 )
 from emulation.backward import gradient_scale
+from emulation.center import is_centered
 from emulation.plan import Plan
 from emulation.problem import Problem
 from emulation.tiled import constants, machine_of
@@ -54,7 +55,8 @@ def gradient_params(workspaces: Sequence[str], *more: str) -> np.dtype[Any]:
     )
 
 
-GRADIENT_PARAMS = gradient_params(("lse2", "delta", "sums", "turns", "tickets"), "interleave")
+WORKSPACES = ("lse2", "delta", "sums", "turns", "tickets", "row_sums", "dlse")
+GRADIENT_PARAMS = gradient_params(WORKSPACES, "interleave", "center")
 
 #: Rows of the two workspaces are padded to this, so that any block of rows may read them.
 PITCH = 128
@@ -101,8 +103,9 @@ def backward_arithmetic(plan: Plan) -> str:
 
 
 def tail(plan: Plan, softcap: bool) -> str:
-    """The last template arguments."""
-    return f"{flag(softcap)},{flag(plan.numerics.out == 'float32')}"
+    """The last template arguments: softcap, float32 gradients, centred dQ."""
+    center = plan.backward.center > 0 and not softcap
+    return f"{flag(softcap)},{flag(plan.numerics.out == 'float32')},{flag(center)}"
 
 
 def delta_chunks(d_v: int) -> int:
@@ -161,7 +164,6 @@ def check_plain(plan: Plan, kernels: str) -> None:
 def check_backward(plan: Plan, kernel: Kernel, limits: Limits) -> None:
     """ValueError for a Plan whose tiles these kernels do not run on this device."""
     check_plan(plan)
-    check_plain(plan, "sm80")
     cut = plan.numerics.p == "split" or plan.numerics.accumulate == "promoted"
     if cut and plan.backward.tile_m not in TILES_M:
         allowed = ", ".join(map(str, TILES_M))
@@ -194,27 +196,30 @@ def backward(
     found = _prepared(p.shapes, plan, Limits.of_device(p.device))
     lse2, delta = cp.empty((2, p.batch * p.heads, pitch_of(p.n_q)), np.float32)
     sums = cp.empty(found.sums, np.float32)
+    row_sums = cp.empty(found.row_sums, np.float32) if found.row_sums else None
     counts = cp.zeros(found.blocks + 1, np.int32)
     ones = packed(DELTA_PARAMS, (dout, out, rest), (lse, dlse, lse2, delta), found.delta_tail)
-    work = (lse2, delta, sums, counts, counts[-1:])
+    work = (lse2, delta, sums, counts, counts[-1:], row_sums, dlse)
     arrays = (p.q, p.k, p.v, dout, dq, dk, dv)
     params = packed(GRADIENT_PARAMS, arrays, work, found.tail)
     if found.unseen:
         dq.fill(0)
-    touched = (*arrays, *work, out, rest, lse, dlse)
+    touched = (*arrays, *work, out, rest, lse)
     run(found.launches, (ones, params), p.device, touched)
 
 
 @dataclass(frozen=True)
 class _Prepared:
     """What a backward needs beside its arrays: launches, the tails of both structs, elements of
-    the sums of dQ, blocks of rows of all heads, and whether some row sees nothing.
+    the sums of dQ and of those of rows of dS, blocks of rows of all heads, and whether some row
+    sees nothing.
     """
 
     launches: tuple[Launch, Launch]
     delta_tail: tuple[Any, ...]
     tail: tuple[Any, ...]
     sums: int
+    row_sums: int
     blocks: int
     unseen: bool
 
@@ -236,6 +241,7 @@ def _prepared(problem: Problem, plan: Plan, limits: Limits) -> _Prepared:
         delta_tail=tail_of(DELTA_PARAMS, fields),
         tail=tail_of(GRADIENT_PARAMS, fields),
         sums=blocks * kernel.rows * width_of(p.d),
+        row_sums=blocks * kernel.rows if is_centered(plan, p) else 0,
         blocks=blocks,
         unseen=some_row_sees_nothing(p),
     )
@@ -265,6 +271,7 @@ def gradient_fields(problem: Problem, plan: Plan) -> dict[str, Any]:
     fields = common_fields(problem, plan)
     return fields | {
         "tile_n": plan.backward.tile_n,
+        "center": plan.backward.center,
         "descending": plan.backward.dq_order == "descending",
         "scale": gradient_scale(machine, problem, constants(machine, problem)),
         "pitch": pitch_of(problem.n_q),

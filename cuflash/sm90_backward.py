@@ -171,7 +171,6 @@ def _prepared(p: Problem, plan: Plan, shape: Shape | None, processors: int) -> _
         "masked": is_masked(p),
         "interleave": interleaved_heads(p, tiles, processors),
         "pieces": pieces,
-        "center": plan.backward.center,
     }
     ones = delta_kernel(plan, p.d_v)
     launches = (

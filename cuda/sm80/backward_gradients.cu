@@ -7,6 +7,8 @@
 // order, so that a CTA waits only for CTAs that already run. What it added in one step its first
 // warp announces in the next, or after the last; its last warp waits. So no announcement depends on
 // a later turn: the running CTA with the lowest ticket waits for nobody, ends, and then the next.
+// Where dQ is centred, sums of rows of dS are added at the same time in the same way.
+#include "tile/center.cuh"
 #include "tile/gradient.cuh"
 
 namespace cuflash::sm80 {
@@ -68,7 +70,8 @@ __device__ __forceinline__ void over_columns(Block<kMi, kNj>& acc, u32 a_lane, u
       });
 }
 
-template <class S, class A, bool kSoftcap, bool kFloatOut>
+// kCenter: dQ is centred; not under a softcap.
+template <class S, class A, bool kSoftcap, bool kFloatOut, bool kCenter>
 __global__ void __launch_bounds__(S::kThreads, 1)
     gradients(const __grid_constant__ GradientParams params) {
   using Half = typename S::Half;
@@ -196,6 +199,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
               high_tile = (static_cast<u32>(band.high(last_real)) + kBlockN - 1) / kBlockN;
     const i32 turn = params.descending ? high_tile - 1 - tile : tile - low_tile;
     const bool last = tile == (params.descending ? low_tile : high_tile - 1);
+    float* const row_sums =
+        kCenter ? params.row_sums + static_cast<i64>(block_at) * kBlockM : nullptr;
     // One thread of the last warp asks early, and again, if need be, before the barrier that all
     // cross before they read the sums.
     const bool asks = threadIdx.x == kThreads - 32 && turn > 0;
@@ -282,8 +287,73 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           params.q_strides.row, kBlockM, params.d, DK::row(), DK::column(), rows_seen);
     };
 
+    // Sums of the rows of dS: its product with a column of ones. Warps take 16 rows each.
+    auto add_row_sums = [&] {
+#pragma unroll 1
+      for (int m = threadIdx.x / 32 * 16; m < kBlockM; m += S::kWarps * 16) {
+        float x[2][2] = {};
+        const u32 rows = a_address<P>(ds_tile, m, 0);
+#pragma unroll 2
+        for (int kk = 0; kk < kDepthN; ++kk) {
+          u32 a[4];
+          ptx::ldmatrix_x4(
+              a, rows + kk / (kBlockN / 16) * P::kBytes + kk % (kBlockN / 16) * 32);
+          Half::mma(x[0][0], x[0][1], x[1][0], x[1][1], a, Half::kOnes, Half::kOnes);
+        }
+        if (g > 1) continue;  // columns of the product are alike
+        float* const at = row_sums + m + g * 8 + lane / 4;
+        const float r = x[g][0];
+        ptx::st_cg(at, turn > 0 ? __fadd_rn(ptx::ld_cg(at), r) : r);
+      }
+    };
     constexpr int kPieces = DQ::kMi * DQ::kNj;  // of four sums a thread
     constexpr int kStride = DQ::kRows * DQ::kColumns * 32;
+    // All of a slice of dQ has been added: less R c, c in the place of P, which dV has had.
+    auto center = [&](float4 (&sum)[kPieces], int slice) {
+      constexpr int kWidth = S::kD / S::kSlices, kRoom = S::kParts * P::kBytes / (kWidth * 4);
+      using Rows = Kinds<kBlockM>;
+      constexpr int kTogether = Rows::kMost < kRoom ? Rows::kMost : kRoom;
+      static_assert(kTogether > 0, "c of one kind of row takes the place of P");
+      float* const means = reinterpret_cast<float*>(p_bytes);
+      const Rows kinds(band, first_row, params.center);
+      const int count = kinds.count();
+      const u16* const k = params.k + params.k_strides.at(batch, kv_head) + slice * kWidth;
+#pragma unroll 1
+      for (int first = 0; first < count; first += kTogether) {
+        __syncthreads();  // what was in this place has been read, and rows' sums are written
+        const int now = min(kTogether, count - first);
+#pragma unroll 1
+        for (int i = ptx::thread_index(); i < now * (kWidth / 2); i += kThreads) {
+          const int kind = i / (kWidth / 2), n = i % (kWidth / 2) * 2;
+          const Groups groups =
+              Groups::of(band, first_row + kinds.row(first + kind), params.center);
+          float2 c = make_float2(0.0f, 0.0f);
+          if (groups.length > 0 && slice * kWidth + n < params.d)
+            c = groups.mean<Half>(k + n, params.k_strides.row);
+          *reinterpret_cast<float2*>(means + kind * kWidth + n) = c;
+        }
+        __syncthreads();
+        if (!DQ::busy()) continue;
+#pragma unroll
+        for (int i = 0; i < DQ::kMi * 2; ++i) {
+          const int m = DQ::row() + i * 8 + lane / 4, kind = kinds.of(m) - first;
+          if (kind < 0 || kind >= now || first_row + m >= band.n_q) continue;
+          if (Groups::of(band, first_row + m, params.center).length == 0) continue;
+          float r = ptx::ld_cg(row_sums + m);
+          if (params.dlse != nullptr)
+            r = __fsub_rn(r, params.dlse[static_cast<i64>(flat_head) * band.n_q + first_row + m]);
+#pragma unroll
+          for (int j = 0; j < DQ::kNj / 2; ++j) {
+            const float* const at = means + kind * kWidth + DQ::column() + j * 16 + g * 2;
+            const float2 c = *reinterpret_cast<const float2*>(at),
+                         d = *reinterpret_cast<const float2*>(at + 8);
+            float4& x = sum[i * (DQ::kNj / 2) + j];
+            x = make_float4(__fmaf_rn(-r, c.x, x.x), __fmaf_rn(-r, c.y, x.y),
+                            __fmaf_rn(-r, d.x, x.z), __fmaf_rn(-r, d.y, x.w));
+          }
+        }
+      }
+    };
 #pragma unroll
     for (int slice = 0; slice < S::kSlices; ++slice) {
       const int row = DQ::row(), column = DQ::column() + slice * (S::kD / S::kSlices);
@@ -301,6 +371,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       }
       // The sums are on their way meanwhile.
       if (slice == 0) add_to_dv();
+      if (kCenter && slice == 0) add_row_sums();
       if (slice == 1) add_to_dk();
       if (DQ::busy()) {
         accumulate<Half, kDepthN>(
@@ -328,6 +399,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           sum[i].z = __fadd_rn(sum[i].z, x[2]);
           sum[i].w = __fadd_rn(sum[i].w, x[3]);
         }
+      }
+      if (kCenter && last) center(sum, slice);
+      if (DQ::busy()) {
         if (!last) {
 #pragma unroll
           for (int i = 0; i < kPieces; ++i) ptx::st_cg(sums + i * kStride, sum[i]);

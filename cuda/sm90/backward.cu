@@ -119,17 +119,17 @@ __global__ void __launch_bounds__(kThreads, 1)
       // -- Two warps that add dQ, step after step in turn ----------------------------------------
       const u32 mine = warp - 1;
       for (i32 step = mine; step < piece.steps; step += 2) {
-        const Walk walk = Walk::at(piece, params.group, step);
-        const i32 blocks = (band.n_q + kBlockM - 1) / kBlockM;
-        const i32 block_at = (piece.batch * params.heads + walk.head) * blocks + walk.block;
-        const i32 turn = turn_of<kBlockM, kBlockN>(params, piece.tile, walk.block);
-        RowSums<S, kCenter, 1> rows;
+        RowSums<S, kCenter, kFloatOut ? 1 : 2> rows;  // as registers allow
         if constexpr (kCenter) {
           ptx::mbarrier_wait(base + S::kDSFull + 8 * mine, step / 2 % 2);
           rows.sum(base + S::kDS + mine * DS::kBytes);
           __syncwarp();
           if (lane == 0) ptx::mbarrier_arrive(base + S::kDSEmpty + 8 * mine);
         }
+        const Walk walk = Walk::at(piece, params.group, step);
+        const i32 blocks = (band.n_q + kBlockM - 1) / kBlockM;
+        const i32 block_at = (piece.batch * params.heads + walk.head) * blocks + walk.block;
+        const i32 turn = turn_of<kBlockM, kBlockN>(params, piece.tile, walk.block);
         ptx::mbarrier_wait(base + S::kShareFull + 8 * mine, step / 2 % 2);
         add_share<S::kShareBytes, kBlockM>(
             params, block_at, turn, base + S::kShare + mine * S::kShareBytes,

@@ -25,7 +25,7 @@ struct RowSums {
 #pragma unroll
     for (int i = 0; i < 2 * kCount; i += kTogether) {
       float x[kTogether][2][2] = {};
-#pragma unroll 1
+#pragma unroll 2
       for (int kk = 0; kk < S::kBlockN / 16; ++kk) {
         // The swizzle moves a step of 32 bytes within a row of 128 as an exclusive or.
         const u32 at = (from ^ kk % 4 * 32) + kk / 4 * DS::kPanelBytes;
