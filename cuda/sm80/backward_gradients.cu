@@ -199,8 +199,6 @@ __global__ void __launch_bounds__(S::kThreads, 1)
               high_tile = (static_cast<u32>(band.high(last_real)) + kBlockN - 1) / kBlockN;
     const i32 turn = params.descending ? high_tile - 1 - tile : tile - low_tile;
     const bool last = tile == (params.descending ? low_tile : high_tile - 1);
-    float* const row_sums =
-        kCenter ? params.row_sums + static_cast<i64>(block_at) * kBlockM : nullptr;
     // One thread of the last warp asks early, and again, if need be, before the barrier that all
     // cross before they read the sums.
     const bool asks = threadIdx.x == kThreads - 32 && turn > 0;
@@ -288,6 +286,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     };
 
     // Sums of the rows of dS: its product with a column of ones. Warps take 16 rows each.
+    auto row_sum = [&](int m) {
+      return params.row_sums + static_cast<i64>(block_at) * kBlockM + m;
+    };
     auto add_row_sums = [&] {
 #pragma unroll 1
       for (int m = threadIdx.x / 32 * 16; m < kBlockM; m += S::kWarps * 16) {
@@ -301,8 +302,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           Half::mma(x[0][0], x[0][1], x[1][0], x[1][1], a, Half::kOnes, Half::kOnes);
         }
         if (g > 1) continue;  // columns of the product are alike
-        float* const at = row_sums + m + g * 8 + lane / 4;
-        const float r = x[g][0];
+        float* const at = row_sum(m + g * 8 + lane / 4);
+        const float r = g == 0 ? x[0][0] : x[1][0];
         ptx::st_cg(at, turn > 0 ? __fadd_rn(ptx::ld_cg(at), r) : r);
       }
     };
@@ -315,7 +316,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       constexpr int kTogether = Rows::kMost < kRoom ? Rows::kMost : kRoom;
       static_assert(kTogether > 0, "c of one kind of row takes the place of P");
       float* const means = reinterpret_cast<float*>(p_bytes);
-      const Rows kinds(band, first_row, params.center);
+      // Nothing of this is kept from one slice to the next.
+      const i32 row_of_block = ptx::opaque(first_row);
+      const Rows kinds(band, row_of_block, params.center);
       const int count = kinds.count();
       const u16* const k = params.k + params.k_strides.at(batch, kv_head) + slice * kWidth;
 #pragma unroll 1
@@ -326,7 +329,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         for (int i = ptx::thread_index(); i < now * (kWidth / 2); i += kThreads) {
           const int kind = i / (kWidth / 2), n = i % (kWidth / 2) * 2;
           const Groups groups =
-              Groups::of(band, first_row + kinds.row(first + kind), params.center);
+              Groups::of(band, row_of_block + kinds.row(first + kind), params.center);
           float2 c = make_float2(0.0f, 0.0f);
           if (groups.length > 0 && slice * kWidth + n < params.d)
             c = groups.mean<Half>(k + n, params.k_strides.row);
@@ -337,11 +340,11 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 #pragma unroll
         for (int i = 0; i < DQ::kMi * 2; ++i) {
           const int m = DQ::row() + i * 8 + lane / 4, kind = kinds.of(m) - first;
-          if (kind < 0 || kind >= now || first_row + m >= band.n_q) continue;
-          if (Groups::of(band, first_row + m, params.center).length == 0) continue;
-          float r = ptx::ld_cg(row_sums + m);
+          if (kind < 0 || kind >= now || row_of_block + m >= band.n_q) continue;
+          if (Groups::of(band, row_of_block + m, params.center).length == 0) continue;
+          float r = ptx::ld_cg(row_sum(m));
           if (params.dlse != nullptr)
-            r = __fsub_rn(r, params.dlse[static_cast<i64>(flat_head) * band.n_q + first_row + m]);
+            r = __fsub_rn(r, params.dlse[static_cast<i64>(flat_head) * band.n_q + row_of_block + m]);
 #pragma unroll
           for (int j = 0; j < DQ::kNj / 2; ++j) {
             const float* const at = means + kind * kWidth + DQ::column() + j * 16 + g * 2;
@@ -354,6 +357,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         }
       }
     };
+    if constexpr (kCenter) add_row_sums();
 #pragma unroll
     for (int slice = 0; slice < S::kSlices; ++slice) {
       const int row = DQ::row(), column = DQ::column() + slice * (S::kD / S::kSlices);
@@ -371,7 +375,6 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       }
       // The sums are on their way meanwhile.
       if (slice == 0) add_to_dv();
-      if (kCenter && slice == 0) add_row_sums();
       if (slice == 1) add_to_dk();
       if (DQ::busy()) {
         accumulate<Half, kDepthN>(
