@@ -153,14 +153,6 @@ def gradient_kernel(plan: Plan, d: int, d_v: int, softcap: bool, limits: Limits)
     return Kernel(instantiation, m, shared + stages * stage, warps)
 
 
-def check_plain(plan: Plan, kernels: str) -> None:
-    """ValueError for a Plan whose dQ is centred, which these kernels do not do."""
-    if plan.backward.center:
-        raise ValueError(
-            f"plan.backward.center: got {plan.backward.center}, must be 0 on the {kernels} kernels"
-        )
-
-
 def check_backward(plan: Plan, kernel: Kernel, limits: Limits) -> None:
     """ValueError for a Plan whose tiles these kernels do not run on this device."""
     check_plan(plan)

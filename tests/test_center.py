@@ -1,5 +1,6 @@
 """Centred dQ: which keys a mean is of, bits where they can be said in advance, less error, dK and
-dV as they were; and kernels that do not do it refuse it.
+dV as they were; and kernels that do not do it refuse it. Bits of those that do: with the others of
+the kernels (tests/test_sm90_backward.py, tests/test_sm80_backward.py).
 """
 
 from __future__ import annotations
@@ -129,21 +130,29 @@ def test_contributions_close_and_say_where_error_went() -> None:
     assert 0.0 < centered["dQ centering"].rms < centered["dS rounding"].rms
 
 
-def test_kernels_refuse_it() -> None:
-    x, wide = (np.zeros((32, 64), t) for t in (numpy_dtype("bfloat16"), np.float32))
+def test_float32_kernels_refuse_it() -> None:
+    """They round no dS."""
+    x = np.zeros((32, 64), np.float32)
     problem = Problem.of(x, x, x)
-    plan = Plan(format="bfloat16", backward=BackwardPlan(64, 128, center=64), **FIXED)
-    assert not planner.runs_hopper_backward(problem, plan)
-    assert planner.runs_hopper_backward(problem, replace(plan, backward=BackwardPlan(64, 128)))
-    rule = r"plan\.backward\.center: got 64, must be 0 on the "
-    limits = sm80_backward.Limits()
-    kernel = sm80_backward.gradient_kernel(plan, 64, 64, False, limits)
-    with pytest.raises(ValueError, match=f"{rule}sm80 kernels"):
-        sm80_backward.check_backward(plan, kernel, limits)
-    with pytest.raises(ValueError, match=f"{rule}sm90 kernels"):
-        sm90_backward._prepared(problem, plan, None, 132)
-    full = Problem.of(wide, wide, wide)
-    plan = default_plan(full)
+    plan = default_plan(problem)
     plan = replace(plan, backward=replace(plan.backward, center=64))
-    with pytest.raises(ValueError, match=f"{rule}float32 kernels"):
-        sm80_float32._prepared_backward(full, plan, 232_448)
+    assert not planner.runs_hopper_backward(problem, plan)
+    rule = r"plan\.backward\.center: got 64, must be 0 on the float32 kernels"
+    with pytest.raises(ValueError, match=rule):
+        sm80_float32._prepared_backward(problem, plan, 232_448)
+
+
+def test_workspaces_hold_a_sum_for_each_row() -> None:
+    """Where dQ is centred, and else none."""
+    x = np.zeros((3, 150, 64), numpy_dtype("bfloat16"))
+    for center, softcap, sums in ((0, None, False), (32, None, True), (32, 5.0, False)):
+        plan = Plan(format="bfloat16", backward=BackwardPlan(64, 128, center=center), **FIXED)
+        problem = Problem.of(x, x, x, softcap=softcap)
+        assert planner.runs_hopper_backward(problem, plan)
+        hopper = sm90_backward._prepared(problem, plan, None, 132)
+        portable = sm80_backward._prepared(problem, plan, sm80_backward.Limits())
+        for found in (hopper, portable):
+            assert (found.row_sums >= 3 * 150) == sums
+            assert found.row_sums <= 3 * 256
+            name = found.launches[1].instantiation.name_expression
+            assert name.endswith(",true>") == sums

@@ -297,8 +297,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 #pragma unroll 2
         for (int kk = 0; kk < kDepthN; ++kk) {
           u32 a[4];
-          ptx::ldmatrix_x4(
-              a, rows + kk / (kBlockN / 16) * P::kBytes + kk % (kBlockN / 16) * 32);
+          ptx::ldmatrix_x4(a, rows + kk / (kBlockN / 16) * P::kBytes + kk % (kBlockN / 16) * 32);
           Half::mma(x[0][0], x[0][1], x[1][0], x[1][1], a, Half::kOnes, Half::kOnes);
         }
         if (g > 1) continue;  // columns of the product are alike
@@ -310,7 +309,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     constexpr int kPieces = DQ::kMi * DQ::kNj;  // of four sums a thread
     constexpr int kStride = DQ::kRows * DQ::kColumns * 32;
     // All of a slice of dQ has been added: less R c, c in the place of P, which dV has had.
-    auto center = [&](float4 (&sum)[kPieces], int slice) {
+    auto center = [&](float4(&sum)[kPieces], int slice) {
       constexpr int kWidth = S::kD / S::kSlices, kRoom = S::kParts * P::kBytes / (kWidth * 4);
       using Rows = Kinds<kBlockM>;
       constexpr int kTogether = Rows::kMost < kRoom ? Rows::kMost : kRoom;
@@ -344,7 +343,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           if (Groups::of(band, row_of_block + m, params.center).length == 0) continue;
           float r = ptx::ld_cg(row_sum(m));
           if (params.dlse != nullptr)
-            r = __fsub_rn(r, params.dlse[static_cast<i64>(flat_head) * band.n_q + row_of_block + m]);
+            r = __fsub_rn(r,
+                          params.dlse[static_cast<i64>(flat_head) * band.n_q + row_of_block + m]);
 #pragma unroll
           for (int j = 0; j < DQ::kNj / 2; ++j) {
             const float* const at = means + kind * kWidth + DQ::column() + j * 16 + g * 2;

@@ -76,7 +76,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   const i32 ticket = ptx::ld_shared(base + S::kTicket);
   if (ticket >= params.pieces) {
-    Conversion<S, kFloatOut, kCenter>(params, ticket - params.pieces).run(reinterpret_cast<float*>(shared));
+    Conversion<S, kFloatOut, kCenter>(params, ticket - params.pieces)
+        .run(reinterpret_cast<float*>(shared));
     return;
   }
   const Piece<kBlockM, kBlockN> piece(params, ticket);

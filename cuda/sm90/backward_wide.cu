@@ -35,8 +35,8 @@ struct WideShape {
                        kDOFull = kQEmpty + 16, kDOEmpty = kDOFull + 16, kDSFull = kDOEmpty + 16,
                        kDSEmpty = kDSFull + 16, kTurnCome = kDSEmpty + 16, kAdded = kTurnCome + 16,
                        kTold = kAdded + 16, kFoundAt = kTold + 16, kSmallAt = kFoundAt + 8,
-                       kSpecialAt = kSmallAt + 8, kTicket = kSpecialAt + 8, kInKeysAt = kTicket + 4, kBlockAt = kTicket + 8,
-                       kBytes = kBlockAt + 8;
+                       kSpecialAt = kSmallAt + 8, kTicket = kSpecialAt + 8, kInKeysAt = kTicket + 4,
+                       kBlockAt = kTicket + 8, kBytes = kBlockAt + 8;
 };
 
 // kCenter: dQ is centred; not under a softcap.
@@ -79,7 +79,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   const i32 ticket = ptx::ld_shared(base + S::kTicket);
   if (ticket >= params.pieces) {
-    Conversion<S, kFloatOut, kCenter>(params, ticket - params.pieces).run(reinterpret_cast<float*>(shared));
+    Conversion<S, kFloatOut, kCenter>(params, ticket - params.pieces)
+        .run(reinterpret_cast<float*>(shared));
     return;
   }
   const Piece<kBlockM, kBlockN> piece(params, ticket);
@@ -157,8 +158,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
         ptx::mbarrier_wait(base + S::kTold + 8 * (step % 2), step / 2 % 2 ^ 1);
         ptx::st_shared(base + S::kFoundAt + 4 * (step % 2), found);
-        if constexpr (kCenter)
-          ptx::st_shared(base + S::kBlockAt + 4 * (step % 2), block_at(walk));
+        if constexpr (kCenter) ptx::st_shared(base + S::kBlockAt + 4 * (step % 2), block_at(walk));
         ptx::mbarrier_arrive(base + S::kTurnCome + 8 * (step % 2));
       }
     } else if (warp == 2) {

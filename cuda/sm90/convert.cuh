@@ -122,8 +122,8 @@ struct Conversion {
       to[kRowSums + kM + thread] = __int_as_float(kinds.of(thread));
     }
     const int column = thread % 32 * 2;
-    const u16* const k = params.k + params.k_strides.at(here.batch, here.head / params.group) +
-                         here.column + column;
+    const u16* const k =
+        params.k + params.k_strides.at(here.batch, here.head / params.group) + here.column + column;
 #pragma unroll 1
     for (int kind = thread / 32; kind < kinds.count(); kind += 4) {
       const Groups groups = Groups::of(band, here.row + kinds.row(kind), params.center);
@@ -143,8 +143,8 @@ struct Conversion {
       if (here.row + m >= params.band.n_q || here.column + column >= params.d) continue;
       const float4 a = *reinterpret_cast<const float4*>(tile + m * kPitch + column),
                    b = *reinterpret_cast<const float4*>(tile + m * kPitch + column + 4);
-      const i64 at = params.dq_strides.at(here.batch, here.head, here.row + m) + here.column +
-                     column;
+      const i64 at =
+          params.dq_strides.at(here.batch, here.head, here.row + m) + here.column + column;
       float4 less = make_float4(0.0f, 0.0f, 0.0f, 0.0f), less_b = less;
       float r = 0.0f;
       if constexpr (kCenter) {
@@ -169,9 +169,8 @@ struct Conversion {
         dq[0] = x;
         dq[1] = y;
       } else {
-        *reinterpret_cast<uint4*>(static_cast<u16*>(params.dq) + at) =
-            make_uint4(Half::pack(x.x, x.y), Half::pack(x.z, x.w), Half::pack(y.x, y.y),
-                       Half::pack(y.z, y.w));
+        *reinterpret_cast<uint4*>(static_cast<u16*>(params.dq) + at) = make_uint4(
+            Half::pack(x.x, x.y), Half::pack(x.z, x.w), Half::pack(y.x, y.y), Half::pack(y.z, y.w));
       }
     }
   }

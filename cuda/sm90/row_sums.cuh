@@ -20,6 +20,7 @@ struct RowSums {
   __device__ __forceinline__ void sum(u32 tile) {
     using DS = typename S::DS;
     using Half = typename S::Half;
+    __syncwarp();  // all lanes have waited
     const int lane = ptx::thread_index() % 32;
     const u32 from = tile + DS::chunk(lane % 16, lane / 16 * 8);
 #pragma unroll
@@ -31,12 +32,10 @@ struct RowSums {
         const u32 at = (from ^ kk % 4 * 32) + kk / 4 * DS::kPanelBytes;
         u32 a[kTogether][4];
 #pragma unroll
-        for (int t = 0; t < kTogether; ++t)
-          ptx::ldmatrix_x4(a[t], at + (i + t) * 16 * kPanelPitch);
+        for (int t = 0; t < kTogether; ++t) ptx::ldmatrix_x4(a[t], at + (i + t) * 16 * kPanelPitch);
 #pragma unroll
         for (int t = 0; t < kTogether; ++t)
-          Half::mma(x[t][0][0], x[t][0][1], x[t][1][0], x[t][1][1], a[t], Half::kOnes,
-                    Half::kOnes);
+          Half::mma(x[t][0][0], x[t][0][1], x[t][1][0], x[t][1][1], a[t], Half::kOnes, Half::kOnes);
       }
       const int mine = ptx::thread_index() % 4;
 #pragma unroll
