@@ -31,8 +31,10 @@ from emulation.problem import Problem
 
 MAPS = ("q", "k", "v", "dout", "dk", "dv")
 STRIDED = ("q", "k", "dout", "dq", "dk", "dv")
-COUNTS = ("heads", "group", "d", "d_v", "pitch", "descending", "masked", "interleave", "pieces")
-COUNTS += ("center",)
+COUNTS = (
+    *("heads", "group", "d", "d_v", "pitch", "descending", "masked", "interleave", "pieces"),
+    "center",
+)
 WORKSPACES = ("lse2", "delta", "sums", "turns", "tickets", "row_sums", "dlse")
 #: The parameters of the gradient kernels behind the tensor maps: sm90::BackwardParams.
 FIELDS = np.dtype(

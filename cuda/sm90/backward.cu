@@ -1,8 +1,9 @@
 // dQ, dK and dV on Hopper in one pass, head dimensions up to 128: TMA, wgmma, warp specialisation.
 // A CTA takes 128 keys of one key head, 64 for each of its two consumer warpgroups, which keep
 // their dK and dV in registers, and walks all rows that see them, of all query heads of the group,
-// in ascending order. One warp loads, two add the shares of dQ. CTAs behind the last tile of keys
-// convert dQ. See sm90/sums.cuh for the order of dQ and why every wait for other CTAs ends.
+// in ascending order. One warp loads, two add the shares of dQ (and, where it is centred, sums of
+// the rows of dS, which they read in shared memory). CTAs behind the last tile of keys convert dQ.
+// See sm90/sums.cuh for the order of dQ and why every wait for other CTAs ends.
 #include "sm90/convert.cuh"
 #include "sm90/specials.cuh"
 

@@ -3,7 +3,8 @@
 // step. Of two consumer warpgroups the first accumulates dV and the second dK. They take turns in
 // making P and dS of a step: one computes while products of the other's step run. What the maker
 // has in registers it multiplies from there, the other from shared memory. Each adds its columns of
-// dQ from registers. See sm90/sums.cuh for the order of dQ and why every wait for other CTAs ends.
+// dQ from registers; where it is centred, one more warp adds sums of the rows of dS. See
+// sm90/sums.cuh for the order of dQ and why every wait for other CTAs ends.
 #include "sm90/convert.cuh"
 #include "sm90/specials.cuh"
 

@@ -17,8 +17,11 @@
 // sums, none of which then is subnormal. A share with something smaller is added by the warp
 // itself, and so are all later ones of its block, whose count says so.
 //
-// Sums of the rows of dS (sm90/row_sums.cuh) come and go with the shares: read when it is a tile's
-// turn, written before the count is raised. They are added in registers, subnormals and all.
+// Sums of the rows of dS (sm90/row_sums.cuh), where dQ is centred, come and go with the shares:
+// read when it is a tile's turn, written before the count is raised. They are added in registers,
+// subnormals and all. A tile of dS is held until its rows are summed, too: by a warp that has made
+// all additions of earlier steps that are its own, and waits for nothing else in between. So dS of
+// a step waits for the turn of an earlier one at most, and what is said above still holds.
 #pragma once
 
 #include "sm90/row_sums.cuh"
