@@ -31,10 +31,7 @@ from emulation.problem import Problem
 
 MAPS = ("q", "k", "v", "dout", "dk", "dv")
 STRIDED = ("q", "k", "dout", "dq", "dk", "dv")
-COUNTS = (
-    *("heads", "group", "d", "d_v", "pitch", "descending", "masked", "interleave", "pieces"),
-    "center",
-)
+COUNTS = ("heads", "group", "d", "d_v", "pitch", "descending", "masked", "interleave", "pieces")
 WORKSPACES = ("lse2", "delta", "sums", "turns", "tickets", "row_sums", "dlse")
 #: The parameters of the gradient kernels behind the tensor maps: sm90::BackwardParams.
 FIELDS = np.dtype(
@@ -42,7 +39,8 @@ FIELDS = np.dtype(
     + [(f"{name}_strides", STRIDES) for name in STRIDED]
     + [("band", BAND)]
     + [(name, np.int32) for name in COUNTS]
-    + [(name, np.float32) for name in ("c", "cap", "scale")],
+    + [(name, np.float32) for name in ("c", "cap", "scale")]
+    + [("center", np.int32)],
     align=True,
 )
 #: A struct that holds tensor maps is a multiple of their alignment.

@@ -38,10 +38,10 @@ struct BackwardParams {
   i32 masked;      // whether a mask hides keys that exist
   i32 interleave;  // heads whose tickets alternate
   i32 pieces;      // tiles of keys of all heads; tickets behind them convert dQ
-  i32 center;      // of the Plan
   float c;         // a score times c is in log2 units
   float cap;       // softcap: a score times cap is the argument of tanh
   float scale;     // of dQ and dK
+  i32 center;      // of the Plan
 };
 
 // A thread's accumulators of 64 x 8 kGroups.
