@@ -6,9 +6,9 @@ Forward: equal bits of O and LSE of FlashAttention-3 (module fa3_fwd_interface, 
 FlashAttention-2 (with its split keys where it splits them), cuDNN, the memory-efficient kernel and
 the unfused path ("math") of PyTorch, and the arithmetic of Triton's tutorial. Fresh random inputs
 of every kind, groups of heads, N_q != N_k, D 32 to 256, full and causal, captures. Backward: equal
-bits of dK and dV, under each order of sums that a `BackwardPlan` can say. Then what `explain` says
-of every kernel's output, and how long it takes for N = 8k, D = 128 in arrays on the GPU. Kernels
-run here, Plans on CPU processes. What a kernel refuses is listed. Results:
+bits of dK and dV, under the Plan and those whose `BackwardPlan` differs in one choice. Then what
+`explain` says of every kernel's output, and how long it takes for N = 8k, D = 128 in arrays on the
+GPU. Kernels run here, Plans on CPU processes. What a kernel refuses is listed. Results:
 bench/results/explain_gpu.json.
 """
 
@@ -31,10 +31,12 @@ import numpy as np
 
 from bench.common import captures, gpu, write
 from bench.gpu_kernels import BACKENDS, CALLS, TRITON, Pair, Task, called, gradients
-from emulation import Plan, Problem, explain, flash_vjp, plan_of
-from emulation.explain.whose import emulated
+from emulation import Plan, Problem, explain, flash, plan_of
+from emulation.backward import Saved, finite_lse, flash_backward
+from emulation.explain.whose import emulated, neighbours
 from emulation.problem import Array
 from emulation.samples import KINDS, sample
+from emulation.tiled import machine_of
 
 WIDTHS = (64, 128, 32, 96, 192, 256)
 #: Queries, keys, query heads, key heads. With 48 and more heads FlashAttention-2 splits no keys.
@@ -84,13 +86,13 @@ def compared(task: Task, plan: Plan, got: Pair) -> list[int]:
     rows = np.arange(task.q.shape[1])
     problem = Problem.of(task.q, task.k, task.v, causal=task.causal)
     out, lse = emulated(problem, plan, rows)
-    counts = [out.size, _differing(got[0], out, np.uint16), 0, 0]
+    counts = [out.size, differing(got[0], out, np.uint16), 0, 0]
     if got[1] is not None:
-        counts[2:] = [lse.size, _differing(got[1], lse, np.uint32)]
+        counts[2:] = [lse.size, differing(got[1], lse, np.uint32)]
     return counts
 
 
-def _differing(a: Array, b: Array, bits: Any) -> int:
+def differing(a: Array, b: Array, bits: Any) -> int:
     """Elements of other bits; two NaN are equal."""
     other = np.ascontiguousarray(a).view(bits) != np.ascontiguousarray(b).view(bits)
     both = np.isnan(a.astype(np.float32)) & np.isnan(b.astype(np.float32))
@@ -98,23 +100,33 @@ def _differing(a: Array, b: Array, bits: Any) -> int:
 
 
 def orders(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """The Plan's own backward, and every other that a `BackwardPlan` can say."""
+    """The Plan's own backward, and those that differ from it in one choice."""
     yield "its plan", plan
-    walks = [("ascending", 64), ("descending", 64), ("descending", 128)]
-    for (way, tile), score, threads in itertools.product(walks, ("fused", "unfused"), (0, 4, 8)):
-        fields: dict[str, Any] = {"queries": way, "tile_m": tile, "score": score}
-        backward = dataclasses.replace(plan.backward, delta_threads=threads, **fields)
-        word = f"{way}{f' by {tile}' if way == 'descending' else ''}, {score}, delta {threads}"
-        yield word, dataclasses.replace(plan, backward=backward)
+    yield from neighbours(plan)
+
+
+def gradients_under(
+    plan: Plan, problem: Problem, dout: Array, out: Array, lse: Array
+) -> list[Array]:
+    """dq, dk, dv (H, N, D) under a Plan, from O (rounded) and LSE as they are given."""
+    m = machine_of(plan)
+    saved = Saved(
+        lse=lambda h: m.input(finite_lse(lse[h])),
+        o=lambda h: [m.input(out[h].astype(np.float32))],
+    )
+    g = flash_backward(m, plan, problem, dout, None, saved)
+    return [np.stack(x).astype(dout.dtype) for x in (g.dq, g.dk, g.dv)]
 
 
 def differentiated(task: Task, dout: Array, plan: Plan, got: Any) -> dict[str, list[int]]:
     """Elements of dk and of dv, and the equal ones, under every order."""
+    problem = Problem.of(task.q, task.k, task.v, causal=task.causal)
+    out, lse = flash(task.q, task.k, task.v, plan=plan, causal=task.causal)
     found = {}
     for word, other in orders(plan):
-        _, dk, dv = flash_vjp(task.q, task.k, task.v, dout, plan=other, causal=task.causal)
+        _, dk, dv = gradients_under(other, problem, dout, out, lse)
         counts = [dk.size]
-        counts += [x.size - _differing(x, y, np.uint16) for x, y in ((got[1], dk), (got[2], dv))]
+        counts += [x.size - differing(x, y, np.uint16) for x, y in ((got[1], dk), (got[2], dv))]
         found[word] = counts
     return found
 
@@ -227,7 +239,9 @@ def repeated(*arrays: Array) -> tuple[Array, Array, Array]:
 
 
 def backwards(run: Run) -> dict[str, Any]:
-    """Share of equal bits of dK and dV, by kernel and width, under the order that fits best."""
+    """Share of equal bits of dK and dV, by kernel, width, format and mask (which may have kernels
+    of their own), under its Plan and under the order that fits best.
+    """
     n, heads = SMALL
     queued: list[tuple[str, Future[dict[str, list[int]]]]] = []
     for d, dtype, causal in itertools.product(WIDTHS, ("bfloat16", "float16"), (False, True)):
@@ -237,28 +251,27 @@ def backwards(run: Run) -> dict[str, Any]:
         many = Task("normal", *repeated(q, k, v), causal)
         task = Task("normal", q, k, v, causal)
         for kernel in BACKENDS:
+            if kernel == "math":  # unfused Plans have no backward
+                continue
             word = f"backward, {dtype}, D {d}"
             got = run.call(kernel, word, gradients, many, repeated(dout, dout, dout)[0])
             if got is not None and not run.late(0.9):
-                plan = plan_of(kernel, q, k, v, causal=causal)
+                plan = plan_of(kernel, many.q, many.k, many.v, causal=causal)
                 first = tuple(x[:heads] for x in got)
                 job = run.pool.submit(differentiated, task, dout, plan, first)
-                queued.append((f"{kernel}, D {d}", job))
-    table: dict[str, dict[str, Counter[str]]] = {}
-    for name, job in queued:
-        for word, (size, dk, dv) in (run.wait(job) or {}).items():
-            line = table.setdefault(name, {}).setdefault(word, Counter())
-            line.update({"size": size, "dk": dk, "dv": dv})
+                mask = "causal" if causal else "full"
+                queued.append((f"{kernel}, D {d}, {dtype}, {mask}", job))
     shares: dict[str, Any] = {}
-    for name, by_order in table.items():
-        share = {w: [c["dk"] / c["size"], c["dv"] / c["size"]] for w, c in by_order.items()}
+    for name, job in queued:
+        found = run.wait(job)
+        if not found:
+            continue
+        share = {w: [dk / size, dv / size] for w, (size, dk, dv) in found.items()}
         best = max(share, key=lambda w: sum(share[w]))
-        shares[name] = {"its plan": share["its plan"], "best": best, "share": share[best]}
         own, top = share["its plan"], share[best]
-        print(
-            f"{name}: dK, dV equal {own[0]:.6f} {own[1]:.6f} under its plan; best {top[0]:.6f} "
-            f"{top[1]:.6f} under: {best}"
-        )
+        shares[name] = {"its plan": own, "best": best, "share": top}
+        line = f"{name}: dK, dV equal {own[0]:.6f} {own[1]:.6f} under its plan"
+        print(line + (f"; best {top[0]:.6f} {top[1]:.6f}: {best}" if sum(top) > sum(own) else ""))
     print(f"backward: {run.spent():.0f} s", flush=True)
     return shares
 
@@ -278,19 +291,28 @@ def verdicts(run: Run) -> dict[str, Any]:
                 jobs.append((task, run.pool.submit(judged, task, kernel, got)))
     kinds: dict[str, Counter[str]] = {}
     named: Counter[str] = Counter()
+    shared: Counter[str] = Counter()
     for task, job in jobs:
         found = run.wait(job)
         if found is None:
             continue
         kernel, kind, whose = found
         kinds.setdefault(kernel, Counter())[kind] += 1
-        named[kernel] += any(w.startswith(kernel) for w in whose)
+        told = any(w.startswith(kernel) for w in whose)
+        named[kernel] += told
+        shared[kernel] += bool(whose) and not told
         if kind == "another computation":
             print(f"accused: {kernel}, {task.group}, {task.q.dtype}, causal {task.causal}")
     for kernel, counts in kinds.items():
-        print(f"{kernel}: {dict(counts)}; whose arithmetic told in {named[kernel]}")
+        print(
+            f"{kernel}: {dict(counts)}; whose arithmetic told in {named[kernel]}, "
+            f"all bits another's in {shared[kernel]}"
+        )
     print(f"verdicts: {run.spent():.0f} s", flush=True)
-    return {"kinds": {n: dict(c) for n, c in kinds.items()}, "whose": dict(named)}
+    return {
+        "kinds": {n: dict(c) for n, c in kinds.items()}, "whose": dict(named),
+        "all bits another's": dict(shared),
+    }  # fmt: skip
 
 
 def long_one() -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """Recorded H200 bits against the emulated machine: every tensor-core output, ex2, rcp, lg2, and
 three kernels.
 
-    python -m bench.golden [--golden FOLDER]
+    python -m bench.golden [--golden FOLDER] [--fresh RECORDING.npz]
 
 Prints, for the NumPy and the numba path, how many of how many values differ; exits with 1 if one
-does.
+does. --fresh compares a new recording of `bench.record_golden` with the recorded one instead.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from bench.common import write
-from emulation import flash, plan_of, sfu, tensor_core
+from emulation import Plan, flash, plan_of, sfu, tensor_core
 from emulation.problem import Array
 from emulation.rounding import Backend
 
@@ -99,10 +100,36 @@ def peer_counts(folder: Path) -> Iterator[tuple[str, Count]]:
             yield f"{kernel} O and LSE", (wrong, total)
 
 
+def changed(fresh: Path, recorded: Path) -> list[str]:
+    """Names of the arrays of a fresh recording of `bench.record_golden` that are not as recorded:
+    of other bits, dtype or shape, or in one of both only.
+
+    A Plan is compared as a Plan: its text is older than the fields that were added since, and the
+    defaults fill them in.
+    """
+    with np.load(fresh) as a, np.load(recorded) as b:
+        return [n for n in sorted({*a.files, *b.files}) if not _as_recorded(n, a, b)]
+
+
+def _as_recorded(name: str, a: Any, b: Any) -> bool:
+    if name not in a.files or name not in b.files:
+        return False
+    x, y = a[name], b[name]
+    if name.endswith("/plan"):
+        return Plan.from_json(str(x)) == Plan.from_json(str(y))
+    return bool((x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes()))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--golden", type=Path, default=GOLDEN)
-    folder = parser.parse_args().golden
+    parser.add_argument("--fresh", type=Path, help="a recording to compare with the recorded one")
+    chosen = parser.parse_args()
+    folder = chosen.golden
+    if chosen.fresh is not None:
+        others = changed(chosen.fresh, folder / "cuflash_h200.npz")
+        print(f"golden bits: {len(others)} arrays are not as recorded", *others)
+        return int(bool(others))
     figures: dict[str, Count] = {}
     backends: tuple[Backend, ...] = ("numpy", "numba")
     for backend in backends:

@@ -99,6 +99,7 @@ BACKENDS = {
     "fa2": "FLASH_ATTENTION",
     "cudnn": "CUDNN_ATTENTION",
     "efficient": "EFFICIENT_ATTENTION",
+    "math": "MATH",
 }
 
 
@@ -107,14 +108,15 @@ def _fa3_with_gradients() -> Any:
     return importlib.import_module("bench.fa3").Backward()
 
 
-def _gradients_of_fa3(task: Task, dout: Array) -> tuple[Array, Array, Array]:
+def fa3_with_gradients(task: Task, dout: Array) -> dict[str, Array]:
+    """out, lse, dq, dk and dv of the library that has FlashAttention-3's backward."""
     peer = _fa3_with_gradients()
     jnp = peer.jax.numpy
     q, k, v, do = (jnp.asarray(x[None].swapaxes(1, 2)) for x in (task.q, task.k, task.v, dout))
     out, lse, run = peer.calls(q, k, v, task.causal)
-    found = run(do, q, k, v, out, lse)
-    dq, dk, dv = (np.ascontiguousarray(np.asarray(x).swapaxes(1, 2)[0]) for x in found)
-    return dq, dk, dv
+    found = {"out": out} | dict(zip(("dq", "dk", "dv"), run(do, q, k, v, out, lse), strict=True))
+    turned = {n: np.ascontiguousarray(np.asarray(x).swapaxes(1, 2)[0]) for n, x in found.items()}
+    return turned | {"lse": np.asarray(lse)[0]}
 
 
 def called(kernel: str, task: Task) -> Pair:
@@ -129,7 +131,8 @@ def called(kernel: str, task: Task) -> Pair:
 def gradients(kernel: str, task: Task, dout: Array) -> tuple[Array, Array, Array]:
     """dq, dk, dv of one of `BACKENDS`; as many key heads as query heads."""
     if kernel == "fa3":
-        return _gradients_of_fa3(task, dout)
+        found = fa3_with_gradients(task, dout)
+        return found["dq"], found["dk"], found["dv"]
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

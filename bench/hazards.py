@@ -46,11 +46,14 @@ def name_expression(demangled: str) -> str:
 
 
 def disassembler() -> str:
-    """nvdisasm, of a toolkit or of the packages that bring NVRTC."""
+    """nvdisasm, of a toolkit or of a package. Raises FileNotFoundError with what installs it."""
     spec = find_spec("nvidia")
     places = (spec.submodule_search_locations or []) if spec else []
     found = [str(path) for place in places for path in Path(place).glob("cu*/bin/nvdisasm")]
-    return shutil.which("nvdisasm") or next(iter(found))
+    tool = shutil.which("nvdisasm") or next(iter(found), None)
+    if tool is None:
+        raise FileNotFoundError("no nvdisasm: python -m pip install nvidia-cuda-nvdisasm")
+    return tool
 
 
 @functools.cache

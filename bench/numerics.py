@@ -24,8 +24,9 @@ from emulation.oracle import float64_attention
 from emulation.problem import Array
 from emulation.samples import sample
 
+DEFAULT = "row-max, unrounded (default)"
 CHOICES: dict[str, dict[str, Any]] = {
-    "row-max, unrounded (default)": {},
+    DEFAULT: {},
     "row-max, rounded": {"numerics": Numerics(row_sum="rounded")},
     "row-max, rounded by lanes": {
         "numerics": Numerics(row_sum="rounded"),
@@ -62,37 +63,36 @@ def main() -> None:
     parser.add_argument("--data", type=Path)
     folder = parser.parse_args().data
     squares: dict[str, dict[str, list[float]]] = {}
-    lse_error: dict[str, float] = {}
+    lse_errors: dict[str, list[float]] = {}
     for dtype in ("bfloat16", "float16"):
         for name, q, k, v, causal in _inputs(folder, dtype):
             problem = Problem.of(q, k, v, causal=causal)
             exact, exact_lse = float64_attention(problem)
 
-            def mean_square(plan: Any, q=q, k=k, v=v, causal=causal, exact=exact) -> float:  # type: ignore[no-untyped-def]
-                out = flash(q, k, v, plan=plan, causal=causal)[0].astype(np.float64)
-                return float(np.mean((out - exact) ** 2))
-
-            lse = flash(q, k, v, causal=causal)[1].astype(np.float64)
-            error = float(np.max(abs(lse - exact_lse) / np.maximum(1, abs(exact_lse))))
-            seen = lse_error.get(f"{name}, {dtype}", 0.0)
-            lse_error[f"{name}, {dtype}"] = error if np.isnan(error) else max(error, seen)
             row = squares.setdefault(f"{name}, {dtype}", {})
-            row.setdefault("FA3", []).append(mean_square(plan_of("fa3", q, k, v, causal=causal)))
-            for choice, fields in CHOICES.items():
-                plan = default_plan(problem, **fields)
-                row.setdefault(choice, []).append(mean_square(plan))
+            plans = {"FA3": plan_of("fa3", q, k, v, causal=causal)}
+            plans |= {c: default_plan(problem, **fields) for c, fields in CHOICES.items()}
+            for choice, plan in plans.items():
+                out, lse = flash(q, k, v, plan=plan, causal=causal)
+                error = out.astype(np.float64) - exact
+                row.setdefault(choice, []).append(float(np.mean(error**2)))
+                if choice == DEFAULT:
+                    of_lse = abs(lse.astype(np.float64) - exact_lse) / np.maximum(1, abs(exact_lse))
+                    lse_errors.setdefault(f"{name}, {dtype}", []).append(float(of_lse.max()))
     ratios = {
         name: {c: float(np.sqrt(np.mean(row[c]) / np.mean(row["FA3"]))) for c in CHOICES}
         for name, row in squares.items()
     }
+    names = list(ratios)
     for choice in CHOICES:
-        worst = max(ratios, key=lambda name, c=choice: ratios[name][c])  # type: ignore[misc]
+        worst = names[
+            int(np.argmax([ratios[name][choice] for name in names]))
+        ]  # NaN if there is one
         print(f"{choice:32} worst {ratios[worst][choice]:.3f} on {worst}")
-    worst = max(lse_error, key=lse_error.__getitem__)
-    print(
-        f"LSE of the default: error over max(1, |LSE|) at most {lse_error[worst]:.2e}, on {worst}"
-    )
-    print(write("numerics", ratios | {"LSE of the default": lse_error}))
+    largest = {name: float(np.max(errors)) for name, errors in lse_errors.items()}
+    worst = names[int(np.argmax([largest[name] for name in names]))]
+    print(f"LSE of the default: error over max(1, |LSE|) at most {largest[worst]:.2e}, on {worst}")
+    print(write("numerics", ratios | {"LSE of the default": largest}))
 
 
 if __name__ == "__main__":

@@ -58,6 +58,12 @@ def gradient_params(workspaces: Sequence[str], *more: str) -> np.dtype[Any]:
 WORKSPACES = ("lse2", "delta", "sums", "turns", "tickets", "row_sums", "dlse")
 GRADIENT_PARAMS = gradient_params(WORKSPACES, "interleave", "center")
 
+#: The fields of a BackwardPlan that all kernels fix, and how.
+FIXED_BACKWARD: dict[str, Any] = {
+    "queries": "ascending", "starts": 1, "accumulate": "forward", "score": "fused",
+    "exponential": "exp2", "ds_p": "unrounded", "scale": "after", "delta_threads": 0,
+    "delta_columns": 8, "delta_sum": "chain", "delta_join": "halves",
+}  # fmt: skip
 #: Rows of the two workspaces are padded to this, so that any block of rows may read them.
 PITCH = 128
 #: Queries of a step where the Plan's tile_m cuts sums.
@@ -153,9 +159,19 @@ def gradient_kernel(plan: Plan, d: int, d_v: int, softcap: bool, limits: Limits)
     return Kernel(instantiation, m, shared + stages * stage, warps)
 
 
+def check_orders(plan: Plan, kernels: str = "sm80") -> None:
+    """ValueError for orders of the backward's sums that these kernels do not have."""
+    for name, value in FIXED_BACKWARD.items():
+        if (got := getattr(plan.backward, name)) != value:
+            raise ValueError(
+                f"plan.backward.{name}: got {got!r}, must be {value!r} on the {kernels} kernels"
+            )
+
+
 def check_backward(plan: Plan, kernel: Kernel, limits: Limits) -> None:
     """ValueError for a Plan whose tiles these kernels do not run on this device."""
     check_plan(plan)
+    check_orders(plan)
     cut = plan.numerics.p == "split" or plan.numerics.accumulate == "promoted"
     if cut and plan.backward.tile_m not in TILES_M:
         allowed = ", ".join(map(str, TILES_M))
@@ -265,7 +281,7 @@ def gradient_fields(problem: Problem, plan: Plan) -> dict[str, Any]:
         "tile_n": plan.backward.tile_n,
         "center": plan.backward.center,
         "descending": plan.backward.dq_order == "descending",
-        "scale": gradient_scale(machine, problem, constants(machine, problem)),
+        "scale": gradient_scale(machine, problem, constants(machine, problem, plan)),
         "pitch": pitch_of(problem.n_q),
         "batch": problem.heads // fields["heads"],
         "n_q": problem.n_q,

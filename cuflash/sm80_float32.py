@@ -14,6 +14,7 @@ from cuflash.compiler import cupy, shared_memory
 from cuflash.launch import Instantiation, Launch, packed, run, tail_of
 from cuflash.problem import GpuProblem
 from cuflash.sm80_backward import (
+    check_orders,
     delta_chunks,
     gradient_fields,
     gradient_params,
@@ -192,6 +193,7 @@ def _prepared_backward(
         raise ValueError(
             f"plan.backward.center: got {plan.backward.center}, must be 0 on the float32 kernels"
         )
+    check_orders(plan, "float32")
     p, softcap = problem, problem.softcap is not None
     launches = [delta_kernel(p.d_v).launch(p.heads * pitch_of(p.n_q), 1)]
     for what in GRADIENTS:

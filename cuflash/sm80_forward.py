@@ -25,14 +25,19 @@ BLOCK_M = {128: (128, 2), 256: (64, 1)}
 
 #: The fields of a Plan that these kernels fix, and how.
 FIXED: dict[str, Any] = {
+    "algorithm": "tiled",
     "direction": "right-to-left",
+    "c": "once",
     "score": "guarded",
+    "diagonal": 0,
     "alpha": "references",
     "row_sum_order": "tile",
     "rounded_sum": "matrix",
     "join": "01+23",
     "inverse": "ieee",
+    "finish": "multiply",
     "lse": "sum",
+    "splits": 1,
     "state": "float32",
     "step": None,
 }
@@ -125,7 +130,7 @@ def band_of(problem: Problem) -> tuple[int, int, int, int, int]:
 
 def common_fields(problem: Problem, plan: Plan) -> dict[str, Any]:
     """Fields of every parameter struct that follow from the shapes and the Plan."""
-    const = constants(machine_of(plan), problem)
+    const = constants(machine_of(plan), problem, plan)
     return {
         "band": band_of(problem),
         "heads": problem.lead[-1] if problem.lead else 1,

@@ -17,6 +17,7 @@ from cuflash.planner import runs_hopper_backward
 from cuflash.problem import GpuProblem
 from cuflash.sm80_backward import (
     DELTA_PARAMS,
+    check_orders,
     delta_kernel,
     gradient_fields,
     pitch_of,
@@ -158,6 +159,7 @@ class _Prepared:
 @functools.lru_cache(maxsize=256)
 def _prepared(p: Problem, plan: Plan, shape: Shape | None, processors: int) -> _Prepared:
     check_plan(plan, kernels="sm90")
+    check_orders(plan, "sm90")
     softcap, keys = p.softcap is not None, plan.backward.tile_n
     if not runs_hopper_backward(p, plan):
         raise ValueError(

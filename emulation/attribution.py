@@ -74,7 +74,7 @@ def track_forward(
     """The forward of every head, tracked: flash under a plan, standard without one."""
     lo, hi = problem.band()
     tracks = _Tracks([], [], [], hi > lo, [])
-    const = constants(m, problem)
+    const = constants(m, problem, plan)
     for h in range(problem.heads):
         k, v = problem.k[problem.kv_head(h)], problem.v[problem.kv_head(h)]
         blocks = []

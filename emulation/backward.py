@@ -18,7 +18,7 @@ from emulation.arguments import check_plain, check_progress
 from emulation.center import centered, is_centered, row_sums
 from emulation.flash import flash_forward, resolve_plan
 from emulation.machine import Machine, Node
-from emulation.plan import Numerics, Plan
+from emulation.plan import BackwardPlan, Numerics, Plan
 from emulation.problem import Array, Problem, dtype_name, numpy_dtype
 from emulation.row_sum import column
 from emulation.standard import standard_forward, standard_machine, warp_sum
@@ -61,60 +61,102 @@ class Saved:
     p: Callable[[int], Node] | None = None  # (N_q, N_k), the stored P
 
 
-def delta_sum(m: Machine, do: Node, parts: Sequence[Node], threads: int = 0) -> Node:
-    """rowsum(dO * O): FMA chains of `threads`, each with chunks of 8 columns in turn, joined by
-    halves; 0: a thread for each chunk.
+def delta_sum(m: Machine, do: Node, parts: Sequence[Node], order: BackwardPlan) -> Node:
+    """rowsum(dO * O): sums of `delta_threads`, each of groups of `delta_columns` columns in turn
+    (0: a thread for each group), as chains of FMAs or by pairs, joined by halves or neighbours
+    first.
     """
     rows, width = m.value(do).shape
-    lanes = threads or 1
-    while not threads and lanes * 8 < width:
-        lanes *= 2
-    turns = -(-width // (lanes * 8))
+    columns = order.delta_columns
+    lanes, turns = delta_lanes(order, width)
 
     def chunked(x: Array) -> Array:
         xp = rounding.namespace(x)
-        pad = xp.zeros((rows, turns * lanes * 8 - width), x.dtype)
+        pad = xp.zeros((rows, turns * lanes * columns - width), x.dtype)
         padded: Array = xp.concatenate([x, pad], axis=1)
-        return padded.reshape(rows, turns, lanes, 8)
+        return padded.reshape(rows, turns, lanes, columns)
 
     do = m.map(do, chunked)
     parts = [m.map(part, chunked) for part in parts]
     acc = m.zeros(m.value(do), (rows, lanes))
     every = slice(None)
     for turn in range(turns):
-        for e in range(8):
+        for e in range(0, columns, 1 if order.delta_sum == "chain" else 2):
             for part in parts:
                 do_e, o_e = (m.take(x, (every, turn, every, e)) for x in (do, part))
-                acc = m.fma("delta", do_e, o_e, acc)
+                if order.delta_sum == "chain":
+                    acc = m.fma("delta", do_e, o_e, acc)
+                    continue
+                first = m.mul("delta", do_e, o_e)
+                do_e, o_e = (m.take(x, (every, turn, every, e + 1)) for x in (do, part))
+                acc = m.add("delta", acc, m.fma("delta", do_e, o_e, first))
     while lanes > 1:
         lanes //= 2
-        low = m.take(acc, (every, slice(lanes)))
-        acc = m.add("delta", low, m.take(acc, (every, slice(lanes, None))))
+        first, second = slice(lanes), slice(lanes, None)
+        if order.delta_join == "neighbours":
+            first, second = slice(0, None, 2), slice(1, None, 2)
+        acc = m.add("delta", m.take(acc, (every, first)), m.take(acc, (every, second)))
     return m.take(acc, (every, 0))
 
 
-def _over_queries(
-    m: Machine, plan: Plan, name: str, acc: Node | None, parts: list[Node], b: Node, seen: Array
-) -> Node:
-    """acc += parts^T b over the rows: parts (R, T), b (R, D). Tiles of queries matter only if
-    promoted, split into parts or terms, or taken from the last to the first.
+def delta_lanes(order: BackwardPlan, width: int) -> tuple[int, int]:
+    """Threads that share a row of delta, and the groups of columns that each of them takes."""
+    lanes = order.delta_threads or 1
+    while not order.delta_threads and lanes * order.delta_columns < width:
+        lanes *= 2
+    return lanes, -(-width // (lanes * order.delta_columns))
+
+
+def query_tiles(order: BackwardPlan, rows: slice, key_tile: int, n_q: int) -> list[slice]:
+    """The tiles of queries that touch these rows (which start a tile), in the order in which a tile
+    of keys, by number, takes them; as slices of n_q queries.
     """
-    rows = seen.shape[0]
+    size = order.tile_m
+    starts = list(range(rows.start, rows.stop, size))
+    if order.queries == "descending":
+        starts.reverse()
+    elif order.starts > 1:
+        first = key_tile % order.starts % max(1, -(-n_q // size)) * size
+        starts = [i for i in starts if i >= first] + [i for i in starts if i < first]
+    return [slice(i, min(i + size, rows.stop)) for i in starts]
+
+
+def _over_queries(
+    m: Machine,
+    plan: Plan,
+    name: str,
+    acc: Node | None,
+    parts: list[Node],
+    b: Node,
+    seen: Array,
+    tiles: list[slice],
+) -> Node:
+    """acc += parts^T b over the rows: parts (R, T), b (R, D), taken by these tiles. Tiles in
+    ascending order matter only if promoted, or split into parts or terms.
+    """
     split = len(parts) > 1 or (plan.format == "float32" and plan.wide == "split")
-    ascending = plan.backward.queries == "ascending"
-    whole = plan.numerics.accumulate == "tensor-core" and not split and ascending
-    starts = range(0, rows, rows if whole else plan.backward.tile_m)
-    step = starts.step
-    for start in starts if ascending else reversed(starts):
-        block = slice(start, min(start + step, rows))
+    promoted = plan.promotes_gradients
+    if not promoted and not split:
+        tiles = _joined(tiles)
+    for block in tiles:
         b_t = m.transpose(m.take(b, block))
-        promoted = plan.numerics.accumulate == "promoted"
         tile = None if promoted else acc
         for part in parts:
             part_t = m.transpose(m.take(part, block))
             tile = m.dot_seen(name, part_t, b_t, tile, seen[block].T)
         acc = m.add(name, acc, tile) if promoted and acc is not None else tile
     return acc
+
+
+def _joined(tiles: list[slice]) -> list[slice]:
+    """Each tile that another ends at as one with it: one product, without a cut between them."""
+    found: list[slice] = []
+    for tile in tiles:
+        if found and found[-1].stop == tile.start:
+            found[-1] = slice(found[-1].start, tile.stop)
+        else:
+            found.append(tile)
+    return found
 
 
 def _rows_of(lo: Array, hi: Array, tile: slice, align: int) -> slice:
@@ -137,30 +179,33 @@ def flash_backward(
     progress: Progress | None = None,
 ) -> Gradients:
     """Gradients with P recomputed from LSE. dout (H, N_q, D_v), dlse (H, N_q) float32 or None."""
-    const = constants(m, problem)
+    const = constants(m, problem, plan)
     xp = rounding.namespace(problem.q)
     lo, hi = (xp.asarray(x) for x in problem.band())
     kv_heads, n_k = int(problem.k.shape[0]), problem.n_k
     if plan.algorithm != "tiled":
         raise ValueError(f"plan.algorithm: got {plan.algorithm!r}, must be 'tiled' for gradients")
-    log2e, threads = m.constant("LSE scaling", LOG2E), plan.backward.delta_threads
+    order = plan.backward
     scale = gradient_scale(m, problem, const)
-    tile_n, tile_m = plan.backward.tile_n, plan.backward.tile_m
+    tile_n, tile_m = order.tile_n, order.tile_m
     starts = list(range(0, n_k, tile_n))
-    if plan.backward.dq_order == "descending":
+    if order.dq_order == "descending":
         starts.reverse()
 
     dq: list[Node] = [m.zeros(lo, (problem.n_q, problem.d)) for _ in range(problem.heads)]
     q = [m.input(x) for x in problem.q]
     do = [m.input(x) for x in dout]
-    lse2 = [m.mul("LSE scaling", saved.lse(h), log2e) for h in range(problem.heads)]
+    lse = [_lse(m, order, saved.lse(h)) for h in range(problem.heads)]
     delta = [
-        _delta(m, do[h], saved.o(h), None if dlse is None else dlse[h], threads)
+        _delta(m, do[h], saved.o(h), None if dlse is None else dlse[h], order)
         for h in range(problem.heads)
     ]
     center = plan.backward.center if is_centered(plan, problem) else 0
     ds_sums: list[Node] = [m.zeros(lo, (problem.n_q, 1)) for _ in range(problem.heads)]
     result = Gradients([], [], [], [], [], [])
+
+    def scaled(x: Node) -> Node:
+        return x if order.scale == "dS" else m.mul("gradient scaling", x, scale)
 
     for g in range(kv_heads):
         dk_tiles: dict[int, Node] = {}
@@ -176,42 +221,41 @@ def flash_backward(
                 if rows.stop == rows.start:
                     continue
                 q_h, do_h, lse_h, delta_h = (
-                    m.take(x, rows) for x in (q[h], do[h], lse2[h], delta[h])
+                    m.take(x, rows) for x in (q[h], do[h], lse[h], delta[h])
                 )
                 columns = xp.arange(tile.start, tile.stop)
                 seen = visible(columns, lo[rows], hi[rows])
                 s = scores(m, const, q_h, k)
-                if plan.backward.score == "fused":
-                    less = m.map(column(m, lse_h), np.negative)
-                    x = m.fma("exponent argument", s, const.c, less)
-                else:
-                    x = m.mul("exponent argument", s, const.c)
-                    x = m.sub("exponent argument", x, column(m, lse_h))
-                p = m.exp2("exp2", x, seen)
+                p = _probabilities(m, order, const, s, column(m, lse_h), seen)
                 dp = m.keep("dP rounding", m.dot("dP accumulation", do_h, v))
-                ds = _score_gradient(m, const, s, p, dp, column(m, delta_h))
-                ds = m.select(seen, ds, m.zeros(lo, seen.shape))
                 p_parts = halves(m, plan, "P rounding", p)
+                of_ds = p if order.ds_p == "unrounded" else p_parts[0]
+                ds = _score_gradient(m, const, s, of_ds, dp, column(m, delta_h))
+                if order.scale == "dS":
+                    ds = m.mul("gradient scaling", ds, scale)
+                ds = m.select(seen, ds, m.zeros(lo, seen.shape))
                 ds_parts = halves(m, plan, "dS rounding", ds)
-                dv = _over_queries(m, plan, "dV accumulation", dv, p_parts, do_h, seen)
-                dk = _over_queries(m, plan, "dK accumulation", dk, ds_parts, q_h, seen)
+                walk = query_tiles(order, rows, start // tile_n, problem.n_q)
+                walk = [slice(x.start - rows.start, x.stop - rows.start) for x in walk]
+                dv = _over_queries(m, plan, "dV accumulation", dv, p_parts, do_h, seen, walk)
+                dk = _over_queries(m, plan, "dK accumulation", dk, ds_parts, q_h, seen, walk)
                 share = None
                 for part in ds_parts:
                     share = m.dot_seen("dQ accumulation", part, k_t, share, seen)
                 dq[h] = _added(m, "dQ order", dq[h], share, rows)
                 if center:
                     ds_sums[h] = row_sums(m, ds_sums[h], rows, ds_parts, seen)
-            dk_tiles[start] = m.mul("gradient scaling", dk, scale)
+            dk_tiles[start] = scaled(dk)
             dv_tiles[start] = dv
             if progress is not None:
                 progress("backward", (g * len(starts) + step + 1) / (kv_heads * len(starts)))
-        order = sorted(dk_tiles)
-        result.dk_wide.append(_stacked(m, [dk_tiles[i] for i in order], (0, problem.d)))
-        result.dv_wide.append(_stacked(m, [dv_tiles[i] for i in order], (0, problem.d_v)))
+        held = sorted(dk_tiles)
+        result.dk_wide.append(_stacked(m, [dk_tiles[i] for i in held], (0, problem.d)))
+        result.dv_wide.append(_stacked(m, [dv_tiles[i] for i in held], (0, problem.d_v)))
     for h in range(problem.heads if center else 0):
         k_h, dlse_h = problem.k[problem.kv_head(h)], None if dlse is None else dlse[h]
         dq[h] = centered(m, dq[h], ds_sums[h], k_h, dlse_h, lo, hi, center)
-    result.dq_wide.extend(m.mul("gradient scaling", x, scale) for x in dq)
+    result.dq_wide.extend(scaled(x) for x in dq)
     return _cast_all(m, plan.format if plan.numerics.out == "input" else "float32", result)
 
 
@@ -220,8 +264,32 @@ def gradient_scale(m: Machine, problem: Problem, const: Constants) -> Node:
     return const.scale if problem.softcap is None else m.constant("gradient scaling", problem.scale)
 
 
-def _delta(m: Machine, do: Node, parts: Sequence[Node], dlse: Array | None, threads: int) -> Node:
-    delta = delta_sum(m, do, parts, threads)
+def _lse(m: Machine, order: BackwardPlan, lse: Node) -> Node:
+    """LSE in the units of the exponent's argument."""
+    if order.natural:
+        return lse
+    return m.mul("LSE scaling", lse, m.constant("LSE scaling", LOG2E))
+
+
+def _probabilities(
+    m: Machine, order: BackwardPlan, const: Constants, s: Node, lse: Node, seen: Array
+) -> Node:
+    """P of a tile of scores and its rows' LSE (R, 1)."""
+    factor = const.scale if order.natural else const.c
+    if order.score in ("fused", "natural fused"):
+        x = m.fma("exponent argument", s, factor, m.map(lse, np.negative))
+    else:
+        x = m.mul("exponent argument", s, factor)
+        x = m.sub("exponent argument", x, lse)
+    if order.exponential == "expf":
+        return m.exp("exp2", x, seen)
+    return m.exp2("exp2", m.mul("exponent argument", x, const.log2e) if order.natural else x, seen)
+
+
+def _delta(
+    m: Machine, do: Node, parts: Sequence[Node], dlse: Array | None, order: BackwardPlan
+) -> Node:
+    delta = delta_sum(m, do, parts, order)
     return delta if dlse is None else m.sub("delta", delta, m.input(dlse))
 
 
@@ -261,7 +329,7 @@ def standard_backward(
     """
     if saved.p is None:
         raise ValueError("saved.p: None, must give the stored P")
-    const = constants(m, problem)
+    const = constants(m, problem, None)
     xp = rounding.namespace(problem.q)
     lo, hi = (xp.asarray(x) for x in problem.band())
     columns = xp.arange(problem.n_k)

@@ -75,7 +75,7 @@ def forward(
     """Bounds of `flash_rows` for rows of head h with band (2, R); `loose` as in `_spread`."""
     num, fmt = plan.numerics, plan.format
     product = Product.of(fmt, plan.arch, plan.step, plan.wide)
-    const = Constants.of(problem, natural=plan.score == "scaled")
+    const = Constants.of(problem, plan.c, natural=plan.score == "scaled")
     rounding = Rounding.of(fmt, num.p == "split")
     q, k, v = operands(problem, h, rows)
     s = scores(problem, product, const, q, k, band)

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from emulation import tensor_core, wide
 from emulation.formats import BFLOAT16, FLOAT32, FORMATS, Format
-from emulation.plan import Plan
+from emulation.plan import C, Plan
 from emulation.problem import Array, Problem
-from emulation.tiled import LAZY_LIMIT, LN2, LOG2E
+from emulation.tiled import LAZY_LIMIT, LN2, LOG2E, score_unit, unrounded_c
 
 F64 = NDArray[np.float64]
 
@@ -205,12 +205,15 @@ class Constants:
     c_error: float
 
     @staticmethod
-    def of(problem: Problem, *, natural: bool = False) -> Constants:
-        """natural: scores are multiplied by unit instead, and c_held means unit_held log2 e."""
-        unit = problem.scale if problem.softcap is None else problem.softcap
+    def of(problem: Problem, rule: C = "once", *, natural: bool = False) -> Constants:
+        """c by a rule of `Plan.c`. natural: scores are multiplied by unit instead, and c_held means
+        unit_held log2 e.
+        """
+        unit = score_unit(problem)
         with np.errstate(over="ignore"):
             held, c = float(np.float32(unit)), unit * LOG2E
-            c_held = held * LOG2E if natural else float(np.float32(c))
+            rounded = float(np.float32(unrounded_c(unit, rule)))
+            c_held = held * LOG2E if natural else rounded
         return Constants(unit, held, c, c_held, abs(c_held - c) + 2.0**-50 * c)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from emulation.backward import check_dout
+from emulation.backward import check_dout, delta_lanes
 from emulation.bound_forward import Forward, accumulated, cast_error, forward, operands, standard
 from emulation.bound_terms import (
     EVALUATION,
@@ -23,6 +23,7 @@ from emulation.bound_terms import (
     F64,
     FLUSH,
     TINY,
+    Constants,
     Product,
     Rounding,
     U,
@@ -120,8 +121,9 @@ def standard_bound(problem: Problem) -> tuple[F64, F64]:
 
 def _delta_error(plan: Plan, f: Forward, dout: F64, v_terms: F64, dlse: F64) -> tuple[F64, F64]:
     """delta = sum_d dO_d O_d - dLSE (R,) and its error: that of the O which is summed, as a rounded
-    part and (delta="full") the rounded remainder, which is exact before its rounding; then 8 fmas a
-    part and turn in a chain, a tree over the threads, one subtraction.
+    part and (delta="full") the rounded remainder, which is exact before its rounding; then a
+    thread's chain of fmas (of each part; pairs pass fewer roundings), a tree over the threads, one
+    subtraction.
     """
     r = Rounding.of(plan.format)
     o_err, size, parts = f.out, np.abs(f.o) + f.out, 1
@@ -132,40 +134,84 @@ def _delta_error(plan: Plan, f: Forward, dout: F64, v_terms: F64, dlse: F64) -> 
         rest = r.relative * first + r.absolute
         o_err = np.where(up < r.limit, f.wide + rest, np.inf)
         size, parts = up + 2 * first + rest, 2
-    chunks = plan.backward.delta_threads or 1
-    while not plan.backward.delta_threads and chunks * 8 < f.o.shape[1]:
-        chunks *= 2
-    parts *= -(-f.o.shape[1] // (8 * chunks))
+    lanes, turns = delta_lanes(plan.backward, f.o.shape[1])
+    chain = parts * turns * plan.backward.delta_columns
     weight = np.abs(dout)
-    rounded = compounded(U, 8 * parts + math.log2(chunks)) + gamma64(f.o.shape[1])
+    rounded = compounded(U, chain + math.log2(lanes)) + gamma64(f.o.shape[1])
     err = (weight * o_err).sum(axis=1) + rounded * (weight * size).sum(axis=1)
-    err = err + 8 * parts * chunks * TINY + gamma64(f.o.shape[1]) * v_terms
+    err = err + chain * lanes * TINY + gamma64(f.o.shape[1]) * v_terms
     delta = (dout * f.o).sum(axis=1) - dlse
     return delta, err + np.where(dlse != 0, U * (np.abs(delta) + err), 0.0)
 
 
 def _query_walk(
-    plan: Plan, product: Product, n_q: int, rows: slice, heads_after: int
+    plan: Plan, product: Product, problem: Problem, rows: slice, heads_after: int
 ) -> tuple[F64, F64, int]:
     """For dV and dK: steps after a query's own (it included), promoted additions after, steps of
-    one head. An unsplit product runs through from the first row that sees the tile (one step more
-    where that is no multiple of L); the others start anew every tile_m queries.
+    one head; (R,), or (N_k, R) where tiles of keys start at different queries. An unsplit product
+    runs through from the first row that sees the tile, or from where the tile starts and once
+    round (one step more where that is no multiple of L); the others start anew every tile_m
+    queries.
     """
-    i = np.arange(rows.start, rows.stop)
+    i, n_q = np.arange(rows.start, rows.stop), problem.n_q
     parts = 2 if plan.numerics.p == "split" else 1
-    ascending = plan.backward.queries == "ascending"
-    if plan.numerics.accumulate == "tensor-core" and parts * product.passes == 1 and ascending:
+    order = plan.backward
+    through = not plan.promotes_gradients and parts * product.passes == 1
+    if through and order.queries == "ascending" and order.starts == 1:
         head = product.steps(n_q) + 1
         after = (n_q - 1 - i) // product.length + 2 + heads_after * head
         return after.astype(np.float64), np.zeros(len(i)), head
-    tile, per_tile = plan.backward.tile_m, parts * product.steps(plan.backward.tile_m)
+    tile, per_tile = order.tile_m, parts * product.steps(order.tile_m)
     tiles = -(-n_q // tile)
     within = per_tile - i % tile // product.length
-    later = tiles - 1 - i // tile if ascending else i // tile
+    later = tiles - 1 - i // tile if order.queries == "ascending" else i // tile
+    if order.starts > 1:
+        first = np.arange(problem.n_k)[:, None] // order.tile_n % order.starts % tiles
+        later = (later + first) % tiles
+    if through and order.starts > 1:
+        within, per_tile = within + 1, per_tile + 1
     left = later + heads_after * tiles
-    if plan.numerics.accumulate == "promoted":
-        return within.astype(np.float64), left + 1.0, tiles * per_tile
-    return within + left * float(per_tile), np.zeros(len(i)), tiles * per_tile
+    if plan.promotes_gradients:
+        return within.astype(np.float64) + 0 * left, left + 1.0, tiles * per_tile
+    return within + left * float(per_tile), 0.0 * left, tiles * per_tile
+
+
+def _scaled(value: F64, err: F64, scale: float) -> tuple[F64, F64]:
+    """A value and its error, times the scale as fp32 holds it."""
+    with np.errstate(over="ignore"):
+        held = float(np.float32(scale))
+    err = err * held + np.abs(value) * abs(held - scale)
+    value = value * scale
+    return value, err + U * (np.abs(value) + err) + TINY
+
+
+def _argument_error(problem: Problem, plan: Plan, f: Forward) -> tuple[F64, F64]:
+    """Of the exponent's argument (R, N_k) in log2 units: its error, and what it may be at most,
+    short of its last roundings.
+
+    The score's own error is that of the forward, whose factor may be another; LSE's is the
+    forward's. In natural units every rounding is relative to the same number, and TINY's are
+    counted twice for log2 e < 2.
+    """
+    s, order = f.s, plan.backward
+    factors = [Constants.of(problem, plan.c, natural=x).c_held for x in (False, True)]
+    c, had = factors[order.natural], factors[plan.score == "scaled"]
+    of_score = s.e
+    if c != had:
+        of_score = s.e + (abs(c / had - 1.0) + 2.0**-51) * (np.abs(s.y) + s.e)
+    held = float(np.float32(LOG2E))
+    of_lse = f.lse * LOG2E + 2.0**-51 * np.abs(s.lse2)
+    if not order.natural:  # LSE log2 e
+        of_lse = f.lse * held + np.abs(s.lse2) * (abs(held - LOG2E) + 2.0**-51) * LN2
+        of_lse = of_lse + U * (np.abs(s.lse2) + of_lse) + TINY
+    x_up = e = of_score + of_lse[:, None]
+    gap = s.lse2[:, None] - s.y
+    e = e + U * (gap + e) + 2 * TINY
+    if order.score in ("unfused", "natural"):
+        e = e + U * (np.abs(s.y) + of_score) + 2 * TINY
+    if order.natural and order.exponential == "exp2":  # x log2 e
+        e = e + ((1 + U) * (1 + abs(held / LOG2E - 1.0)) - 1.0 + 2.0**-51) * (gap + e) + TINY
+    return e, x_up
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,11 +233,7 @@ class _Sum:
         """Scaled by the held fp32 factor (None: not) and cast; inf where a sum may overflow."""
         value, err = self.value, np.where(self.size + self.err < 2.0**126, self.err, np.inf)
         if scale is not None:
-            with np.errstate(over="ignore"):
-                held = float(np.float32(scale))
-            err = err * held + np.abs(value) * abs(held - scale)
-            value = value * scale
-            err += U * (np.abs(value) + err) + TINY
+            value, err = _scaled(value, err, scale)
         err = cast_error(value, err, plan.format if plan.numerics.out == "input" else "float32")
         err = np.where(np.isnan(err), np.inf, err * EVALUATION)
         return np.where(self.size == 0, 0.0, err)  # only zeros were added
@@ -207,15 +249,7 @@ def _backward(
     q, k, v = operands(problem, h, rows)
     s, p, seen = f.s, f.p, f.s.seen
 
-    # P = 2^(s c - rn(LSE log2 e)): the forward's LSE error, its conversion, then as in the forward.
-    held = float(np.float32(LOG2E))
-    e_lse = f.lse * held + np.abs(s.lse2) * (abs(held - LOG2E) + 2.0**-51) * LN2
-    e_lse = (e_lse + U * (np.abs(s.lse2) + e_lse) + TINY)[:, None]
-    e = s.e + e_lse
-    x_up = e
-    e = e + U * (s.lse2[:, None] - s.y + e) + TINY
-    if plan.backward.score == "unfused":
-        e = e + U * (np.abs(s.y) + s.e) + TINY
+    e, x_up = _argument_error(problem, plan, f)
     factor = np.exp2(e) * (1 + EX2)
     p_err = np.where(seen, p * (factor - 1.0) + FLUSH, 0.0)
     p_err = np.where(seen & ~(x_up < 126.0), np.inf, p_err)
@@ -223,7 +257,7 @@ def _backward(
     p_half = np.where(seen, rounding.error(p_up), 0.0)
     p_half = np.where(p_up < rounding.limit, p_half, np.inf)
 
-    # dS = rn(P rn(dP - delta)), with a softcap times rn(1 - tanh^2).
+    # dS = rn(P rn(dP - delta)), with a softcap times rn(1 - tanh^2), perhaps times the scale.
     terms = np.abs(dout) @ np.abs(v).T
     d_v = problem.d_v
     after = product.steps(d_v) - np.arange(d_v) // product.length
@@ -236,7 +270,8 @@ def _backward(
     gap_err = dp_err + delta_err[:, None]
     gap_err += U * (np.abs(gap) + gap_err)
     ds = p * gap
-    ds_err = p_err * (np.abs(gap) + gap_err) + p * gap_err
+    of_ds = p_err + p_half if plan.backward.ds_p == "rounded" else p_err
+    ds_err = of_ds * (np.abs(gap) + gap_err) + p * gap_err
     ds_err += U * (np.abs(ds) + ds_err) + TINY
     if problem.softcap is not None:
         slope = 1.0 - s.tanh**2
@@ -245,6 +280,8 @@ def _backward(
         ds_err = ds_err * (slope + slope_err) + np.abs(ds) * slope_err
         ds = ds * slope
         ds_err += U * (np.abs(ds) + ds_err) + TINY
+    if plan.backward.scale == "dS":
+        ds, ds_err = _scaled(ds, ds_err, problem.scale)
     ds, ds_err = np.where(seen, ds, 0.0), np.where(seen, ds_err, 0.0)
     ds_up = np.abs(ds) + ds_err
     ds_half = np.where(seen, rounding.error(ds_up), 0.0)
@@ -260,7 +297,7 @@ def _backward(
     after_own = np.asarray(steps - walk.inside // product.length, np.float64)
     dq_err = accumulated(product, ds_parts, k, after_own, steps, walk.tiles_after)
     group = problem.group
-    later, adds, head = _query_walk(plan, product, problem.n_q, rows, group - 1 - h % group)
+    later, adds, head = _query_walk(plan, product, problem, rows, group - 1 - h % group)
 
     def over_queries(value: F64, err: F64, up: list[F64], b: F64) -> _Sum:
         lost = accumulated(product, [x.T for x in up], b, later, head * group, adds)
@@ -319,6 +356,7 @@ def backward_bound(
     _check(problem, plan)
     check_dout(problem, dout, dlse)
     do, dl = check_cotangents(problem, dout, dlse)
+    scale = problem.scale if plan.backward.scale == "after" else None
     kv = problem.k.shape[0]
     dq = np.zeros((problem.heads, problem.n_q, problem.d))
     dk, dv = np.zeros((kv, problem.n_k, problem.d)), np.zeros((kv, problem.n_k, problem.d_v))
@@ -328,7 +366,7 @@ def backward_bound(
             for h in range(g * problem.group, (g + 1) * problem.group):
                 for rows, band in _blocks(problem):
                     parts = _backward(problem, plan, h, rows, band, do[h, rows], dl[h, rows])
-                    dq[h, rows] = parts[0].finished(plan, problem.scale)
+                    dq[h, rows] = parts[0].finished(plan, scale)
                     dk_sum, dv_sum = dk_sum + parts[1], dv_sum + parts[2]
-            dk[g], dv[g] = dk_sum.finished(plan, problem.scale), dv_sum.finished(plan)
+            dk[g], dv[g] = dk_sum.finished(plan, scale), dv_sum.finished(plan)
     return dq, dk, dv

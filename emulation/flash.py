@@ -72,7 +72,7 @@ def flash_forward(problem: Problem, plan: Plan, progress: Progress | None = None
     """`flash` on a checked problem, heads flattened, with O as it was before rounding."""
     xp = rounding.namespace(problem.q)
     m = machine_of(plan)
-    const = constants(m, problem)
+    const = constants(m, problem, plan)
     lo, hi = (xp.asarray(x) for x in problem.band())
     heads, n_q, d_v = problem.heads, problem.n_q, problem.d_v
     dtype = numpy_dtype(plan.format if plan.numerics.out == "input" else "float32")

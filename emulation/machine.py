@@ -98,9 +98,12 @@ class Machine:
 
     # -- steps that round -------------------------------------------------------------------------
 
-    def constant(self, name: str, exact: float) -> Node:
-        """A real constant as a number of the state's format."""
-        return np.float32(rounding.round_to(np.float64(exact), self.state))
+    def constant(self, name: str, exact: float, given: float | None = None) -> Node:
+        """A real constant as a number of the state's format; `given` is rounded in its place where
+        its factors were rounded before.
+        """
+        value = exact if given is None else given
+        return np.float32(rounding.round_to(np.float64(value), self.state))
 
     def keep(self, name: str, x: Node) -> Node:
         """x in the state's format: nothing to do in fp32."""

@@ -2,9 +2,15 @@
 
 Forward: fa3-fwd 0.0.3; FlashAttention-2, cuDNN 9.19 and the memory-efficient kernel as called by
 PyTorch 2.11, found from their outputs on an H200. PyTorch's "math" path and Triton's tutorial are
-read from their sources, and so is the backward of FlashAttention-3 and -2 (dK and dV; dQ is summed
-in no fixed order). Of cuDNN's and the memory-efficient backward nothing is known: their Plans have
-cuflash's.
+read from their sources. Nor do outputs so far tell cuDNN's c = "floats" from "float scale".
+
+Backward, dK and dV (dQ is summed in no fixed order, or not known): FlashAttention-3's and -2's are
+read from their sources, and so is the memory-efficient kernel's. cuDNN's is closed: the operations
+are those of its frontend's graph, how they round and the order of delta were searched for. Of these
+two no gradient's bits are recorded, only how many elements equal those of other Plans
+(tests/golden/peers_gradients_h200.json): their Plans give every such count exactly. cuDNN's delta,
+one of some 440 orders, was chosen by head dimensions 32, 64, 128 and 256; 96 and 192 then agreed.
+That is strong evidence, and not bits; other head dimensions were not run.
 """
 
 from __future__ import annotations
@@ -33,15 +39,15 @@ SMS = 132  #: of an H200: what FlashAttention-2 decides its splits by
 
 _ORDERS: dict[str, dict[str, Any]] = {
     "fa3": {
-        "direction": "right-to-left", "score": "fused", "alpha": "maxima",
+        "direction": "right-to-left", "c": "float scale", "score": "fused", "alpha": "maxima",
         "row_sum_order": "running", "join": "02+13", "inverse": "hardware", "lse": "c ln2",
     },
     "fa2": {
-        "direction": "right-to-left", "score": "unfused", "alpha": "maxima",
+        "direction": "right-to-left", "c": "float scale", "score": "unfused", "alpha": "maxima",
         "row_sum_order": "running", "join": "02+13", "inverse": "ieee", "lse": "scale",
     },
     "cudnn": {
-        "direction": "left-to-right", "score": "unfused", "alpha": "references",
+        "direction": "left-to-right", "c": "floats", "score": "unfused", "alpha": "references",
         "row_sum_order": "tile", "join": "01+23", "inverse": "hardware", "lse": "reference",
     },
     "efficient": {
@@ -49,7 +55,7 @@ _ORDERS: dict[str, dict[str, Any]] = {
         "row_sum_order": "groups", "join": "01+23", "inverse": "ieee", "lse": "natural",
     },
     "triton": {
-        "direction": "left-to-right", "score": "fused", "alpha": "references",
+        "direction": "left-to-right", "c": "floats", "score": "fused", "alpha": "references",
         "row_sum_order": "joined", "join": "02+13", "inverse": "hardware", "lse": "log2f",
     },
     "math": {"algorithm": "unfused", "wide": "fma", "lse": "natural"},
@@ -58,12 +64,15 @@ _ORDERS["fa2-split"] = _ORDERS["fa2"]
 
 #: Queries per tile of FlashAttention-2's backward by head dimension.
 _TILE_M = ((64, 128), (256, 64))
+#: The memory-efficient backward by head dimension: largest D, queries and keys per tile.
+_EFFICIENT = ((64, 64, 64), (128, 128, 128), (256, 128, 64))
 #: Queries of one block of Triton's tutorial, which also masks so many keys.
 TRITON_BLOCK = 128
 
 
-def _backward(kernel: str, width: int) -> BackwardPlan:
-    """What is known of a kernel's backward: FlashAttention's, as far as dK and dV go."""
+def _backward(kernel: str, problem: Problem) -> BackwardPlan:
+    """What is known of a kernel's backward, as far as dK and dV go."""
+    width = max(problem.d, problem.d_v)
     if kernel == "fa3":  # head dimensions are filled up to these
         held = next(d for d in (64, 96, 128, 192, 256) if width <= d)
         threads = 16 if held % 128 == 0 else 8 if held % 64 == 0 else 4
@@ -76,7 +85,40 @@ def _backward(kernel: str, width: int) -> BackwardPlan:
             score="unfused",
             delta_threads=8 if held % 64 == 0 else 4,
         )
+    if kernel == "efficient":
+        tile_m, tile_n = next(tiles for d, *tiles in _EFFICIENT if width <= d)
+        return BackwardPlan(
+            tile_m=tile_m,
+            tile_n=tile_n,
+            starts=1 if problem.causal else key_ranges(problem),
+            accumulate="tensor-core",
+            score="natural",
+            exponential="expf",
+            ds_p="rounded",
+            scale="dS",
+            delta_threads=tile_n // 32,
+            delta_join="neighbours",
+        )
+    if kernel == "cudnn":
+        return BackwardPlan(score="natural fused", scale="dS", delta_sum="pairs")
     return BackwardPlan()
+
+
+def key_ranges(problem: Problem) -> int:
+    """Into how many ranges of keys the memory-efficient backward cuts its work, by PyTorch's
+    default; tile number j of the keys is of range j mod so many.
+
+    One for each tile, but one alone where up to two tiles meet 256 blocks of work or more, and
+    beyond head dimension 128 no more than 200 over the number of heads.
+    """
+    width = max(problem.d, problem.d_v)
+    tile = next(tile_n for d, _, tile_n in _EFFICIENT if width <= d)
+    ranges = -(-problem.n_k // tile)
+    if problem.heads >= 256 and problem.n_k <= 2 * tile:
+        return 1
+    if width > 128:
+        ranges = min(ranges, 200 // max(1, problem.heads))
+    return max(1, ranges)
 
 
 def splits_of(problem: Problem, sms: int = SMS) -> int:
@@ -144,7 +186,7 @@ def plan_of(
     return Plan(
         numerics=numerics,
         format=problem.dtype,  # type: ignore[arg-type]  # checked by Problem
-        backward=_backward(kernel, width),
+        backward=_backward(kernel, problem),
         **_ORDERS[kernel],
         **more,
     )

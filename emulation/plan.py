@@ -18,6 +18,8 @@ from emulation import tensor_core
 from emulation.arguments import echo, one_of
 from emulation.problem import Problem, check_problem
 
+#: How c = scale log2 e is rounded: see `Plan.c`.
+C = Literal["once", "float scale", "floats"]
 #: Of every tile: far beyond any kernel's, and a tile of scores still fits in memory.
 LARGEST_TILE = 2**16
 
@@ -114,11 +116,37 @@ class BackwardPlan:
     dq_order: Literal["ascending", "descending"] = "ascending"
     #: Order in which the tiles of queries are added to dK and dV (of one head after the other).
     queries: Literal["ascending", "descending"] = "ascending"
-    #: x = fma(s, c, -rn(LSE log2 e)), or rn(rn(s c) - rn(LSE log2 e)).
-    score: Literal["fused", "unfused"] = "fused"
-    #: Threads that share a row of delta = rowsum(dO O), eight columns at a time in turn; each adds
-    #: its columns in ascending order, and they join by halves. 0: as many as there are eights.
+    #: Key tile number j of a head takes the tiles of queries from number j mod `starts` (mod their
+    #: count) on, those before it last; 1: all from the first on. Of ascending queries only.
+    starts: int = 1
+    #: dK and dV: "forward": as `Numerics.accumulate` says. "tensor-core": carried through the
+    #: tensor core, whatever the forward does.
+    accumulate: Literal["forward", "tensor-core"] = "forward"
+    #: The exponent's argument. "fused": x = fma(s, c, -rn(LSE log2 e)). "unfused": rn(rn(s c) -
+    #: rn(LSE log2 e)). In natural units, without c: "natural": rn(rn(s scale) - LSE). "natural
+    #: fused": fma(s, scale, -LSE).
+    score: Literal["fused", "unfused", "natural", "natural fused"] = "fused"
+    #: P: "exp2": 2^x as `Numerics.exp2` says, of a natural argument 2^rn(x log2 e). "expf": CUDA's
+    #: expf of a natural argument.
+    exponential: Literal["exp2", "expf"] = "exp2"
+    #: The P in dS = P (dP - delta): as it was before it is rounded, or as the dV product sees it
+    #: (which a split P has no single number for).
+    ds_p: Literal["unrounded", "rounded"] = "unrounded"
+    #: Where the scale comes in: "after": the sums dQ and dK times scale. "dS": rn(dS scale), before
+    #: dS is rounded to the input format.
+    scale: Literal["after", "dS"] = "after"
+    #: Threads that share a row of delta = rowsum(dO O), some columns at a time in turn, which each
+    #: adds in ascending order (`delta_sum`). 0: as many as there are such groups of columns,
+    #: rounded up to a power of two.
     delta_threads: int = 0
+    #: Neighbouring columns that a thread takes at a time: one load's.
+    delta_columns: int = 8
+    #: A thread's products: "chain": one FMA after the other. "pairs": fma(dO O, rn(dO O)) of two
+    #: neighbouring columns, then added to what was before.
+    delta_sum: Literal["chain", "pairs"] = "chain"
+    #: How these threads join: each of the first half with the one so far behind it, and so on, or
+    #: neighbours first.
+    delta_join: Literal["halves", "neighbours"] = "halves"
     #: dQ less what the sums of its rows of dS, 0 in real arithmetic, make of a mean key (`center`):
     #: of keys that the row sees in whole groups of so many, a multiple of 16. 0: no such step.
     center: int = 0
@@ -129,11 +157,40 @@ class BackwardPlan:
             _hold_tile(self, name, f"plan.backward.{name}")
         if _hold_integer(self, "center", "plan.backward.center"):
             _hold_tile(self, "center", "plan.backward.center", "0 or ")
-        threads = _hold_integer(self, "delta_threads", "plan.backward.delta_threads")
-        if threads not in (0, 1, 2, 4, 8, 16, 32):
+            if self.scale == "dS":
+                raise ValueError(
+                    f"plan.backward.center: got {echo(self.center)}, must be 0 with scale = 'dS'"
+                )
+        for name, allowed in (
+            ("delta_threads", (0, 1, 2, 4, 8, 16, 32)), ("delta_columns", (1, 2, 4, 8))
+        ):  # fmt: skip
+            value = _hold_integer(self, name, f"plan.backward.{name}")
+            if value not in allowed:
+                *most, last = allowed
+                raise ValueError(
+                    f"plan.backward.{name}: got {echo(value)}, must be "
+                    f"{', '.join(map(str, most))} or {last}"
+                )
+        starts = _hold_integer(self, "starts", "plan.backward.starts")
+        if starts < 1 or (starts > 1 and self.queries == "descending"):
             raise ValueError(
-                f"plan.backward.delta_threads: got {echo(threads)}, must be 0, 1, 2, 4, 8, 16 or 32"
+                f"plan.backward.starts: got {echo(starts)}, must be >= 1, and 1 with descending "
+                "queries"
             )
+        if self.delta_sum == "pairs" and self.delta_columns == 1:
+            raise ValueError(
+                "plan.backward.delta_sum: got 'pairs', must be \"chain\" with delta_columns = 1"
+            )
+        if self.exponential == "expf" and not self.natural:
+            raise ValueError(
+                "plan.backward.exponential: got 'expf', must be \"exp2\" unless the score is "
+                "natural"
+            )
+
+    @property
+    def natural(self) -> bool:
+        """Whether the exponent's argument is in natural units."""
+        return self.score in ("natural", "natural fused")
 
 
 def _hold_integer(plan: Any, name: str, what: str) -> int:
@@ -161,7 +218,7 @@ class Plan:
 
     Common to all plans: S starts each tile from zero; sums over k run in ascending steps; lane g of
     a quad owns columns 8 j + 2 g and 8 j + 2 g + 1 of a tile and adds them in ascending order; a
-    wholly masked tile does nothing; c = scale * log2(e), rounded once to fp32.
+    wholly masked tile does nothing; c = scale * log2(e), or softcap * log2(e), in fp32.
     """
 
     numerics: Numerics = field(default_factory=Numerics)
@@ -180,6 +237,10 @@ class Plan:
     #: Keys per tile, and the direction over them.
     tile_n: int = 128
     direction: Literal["right-to-left", "left-to-right"] = "right-to-left"
+    #: c of the scale, which some kernels take as a float: "once": rn(scale log2 e). "float scale":
+    #: rn(rn(scale) log2 e). "floats": rn(rn(scale) rn(log2 e)). Forward and backward; a "scaled"
+    #: score has no c in the forward, an unfused Plan none at all.
+    c: C = "once"
     #: x = fma(s, c, -r), or rn(rn(s c) - r). "guarded": fused, but unfused in rows where
     #: |r| >= 2^24: rounding r = m c alone would move x by whole units, and 2^x could overflow.
     #: "scaled": y = rn(rn(s scale) log2 e) first, its max is the reference, x = rn(y - r).
@@ -256,6 +317,10 @@ class Plan:
                 "score under the row's max"
             )
         self._check_unfused()
+        if self.backward.ds_p == "rounded" and self.numerics.p == "split":
+            raise ValueError(
+                "plan.backward.ds_p: got 'rounded', must be \"unrounded\" with a split P"
+            )
         if _hold_integer(self, "splits", "plan.splits") < 1:
             raise ValueError(f"plan.splits: got {echo(self.splits)}, must be an integer >= 1")
         _hold_integer(self, "stale_limit", "plan.stale_limit")
@@ -264,6 +329,11 @@ class Plan:
             raise ValueError(
                 f"plan.stale_limit: got {self.stale_limit}, must be 1 to {most} in {self.format}"
             )
+
+    @property
+    def promotes_gradients(self) -> bool:
+        """Whether dK and dV add each tile of queries in fp32."""
+        return (self.numerics.accumulate, self.backward.accumulate) == ("promoted", "forward")
 
     def _check_unfused(self) -> None:
         """An unfused Plan walks no tiles, and keeps float32."""

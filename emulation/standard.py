@@ -74,7 +74,7 @@ def standard_rows(
     each row.
     """
     xp = rounding.namespace(lo)
-    const = flash_constants(m, problem)
+    const = flash_constants(m, problem, None)
     columns = xp.arange(k.shape[0])
     seen = visible(columns, lo, hi)
     started = xp.any(seen, axis=1)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from emulation import rounding
 from emulation.machine import Machine, Node
-from emulation.plan import Plan
+from emulation.plan import C, Plan
 from emulation.problem import Array, Problem
 from emulation.row_sum import column, join, lane_sum, row_sum
 
@@ -64,18 +64,40 @@ class Constants:
     root: Node  # of the scale
 
 
-def constants(m: Machine, problem: Problem) -> Constants:
+def score_unit(problem: Problem) -> float:
+    """What a score S, or with a softcap tanh(S), is multiplied by."""
+    return problem.scale if problem.softcap is None else problem.softcap
+
+
+def unrounded_c(unit: float, rule: C) -> float:
+    """scale (or softcap) * log2(e) before its last rounding, by `Plan.c`."""
+    if rule == "once":
+        return unit * LOG2E
+    return float(np.float32(unit)) * (LOG2E if rule == "float scale" else float(np.float32(LOG2E)))
+
+
+def c_rules(problem: Problem) -> list[C]:
+    """Of `Plan.c`, the first for every c that they give: for most head dimensions all give one."""
+    unit = score_unit(problem)
+    found: dict[float, C] = {}
+    for rule in get_args(C):
+        found.setdefault(float(np.float32(unrounded_c(unit, rule))), rule)
+    return list(found.values())
+
+
+def constants(m: Machine, problem: Problem, plan: Plan | None) -> Constants:
     """c = scale * log2(e); with a softcap the score becomes tanh(s * scale / softcap), c = softcap
-    * log2(e).
+    * log2(e). Without a Plan (standard attention) c is rounded once.
     """
-    unit = problem.scale if problem.softcap is None else problem.softcap
+    unit = score_unit(problem)
+    given = unrounded_c(unit, "once" if plan is None else plan.c)
     return Constants(
-        c=m.constant("score scaling", unit * LOG2E),
+        c=m.constant("score scaling", unit * LOG2E, given),
         scale=m.constant("score scaling", unit),
         softcap=None
         if problem.softcap is None
         else m.constant("softcap", 2.0 * LOG2E * problem.scale / problem.softcap),
-        c_ln2=m.constant("LSE", float(np.float32(unit * LOG2E)) * LN2),
+        c_ln2=m.constant("LSE", float(np.float32(given)) * LN2),
         log2e=m.constant("score scaling", LOG2E),
         root=m.constant("score scaling", math.sqrt(problem.scale)),
     )

@@ -174,8 +174,8 @@ class TrackingMachine(Machine):
 
     # -- steps ------------------------------------------------------------------------------------
 
-    def constant(self, name: str, exact: float) -> Tracked:
-        value = super().constant(name, exact)
+    def constant(self, name: str, exact: float, given: float | None = None) -> Tracked:
+        value = super().constant(name, exact, given)
         return self._step(name, value, _wide(exact), {}, _wide(value) - exact)
 
     def keep(self, name: str, x: Any) -> Any:

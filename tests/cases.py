@@ -31,6 +31,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "wide": ("split", "fma"),
     "tile_n": (16, 32, 48),
     "direction": ("right-to-left", "left-to-right"),
+    "c": ("once", "float scale", "floats"),
     "score": ("guarded", "fused", "unfused"),
     "alpha": ("references", "maxima"),
     "row_sum_order": ("tile", "running"),
@@ -40,6 +41,21 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "lse": ("sum", "scale", "c ln2", "reference"),
     "stale_limit": (4, 8, 14),
 }
+#: Of the backward: fields that go together, one of each group.
+BACKWARD: tuple[tuple[dict[str, Any], ...], ...] = (
+    ({}, {"queries": "descending"}, {"starts": 2}, {"starts": 3}),
+    (
+        {}, {"score": "unfused"}, {"score": "natural"}, {"score": "natural fused"},
+        {"score": "natural", "exponential": "expf"},
+    ),
+    ({}, {"ds_p": "rounded"}),
+    ({}, {"scale": "dS"}),
+    ({}, {"accumulate": "tensor-core"}),
+    (
+        {}, {"delta_sum": "pairs"}, {"delta_threads": 2, "delta_join": "neighbours"},
+        {"delta_threads": 32, "delta_columns": 1},
+    ),
+)  # fmt: skip
 #: These references are rn(m c) of a score m, which alpha="maxima" and two forms of LSE suppose.
 PLAIN = ("row-max", "lazy", "final")
 #: Added to every score: through a dimension of ones in q.
@@ -82,7 +98,13 @@ def plans(draw: st.DrawFn, /, fmt: str | None = None, **fixed: Any) -> Plan:
     fields = {name: draw(st.sampled_from(c)) for name, c in FIELDS.items()} | fixed
     numerics = fields.pop("numerics", None) or Numerics(**choices)
     fields = consistent(fields, numerics.reference)
+    rest: dict[str, Any] = {}
+    for group in BACKWARD:
+        rest |= draw(st.sampled_from(group))
+    if numerics.p == "split":
+        rest.pop("ds_p", None)
     backward = BackwardPlan(
+        **rest,
         tile_m=draw(st.sampled_from((16, 32))),
         tile_n=draw(st.sampled_from((16, 32))),
         dq_order=draw(st.sampled_from(("ascending", "descending"))),

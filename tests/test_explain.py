@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -213,17 +214,19 @@ def test_tolerance_holds(plan: str | None) -> None:
     assert np.isfinite(t.dq).all()
 
 
-def test_search_finds_an_unknown_kernel() -> None:
+@pytest.mark.parametrize(("d", "c"), [(64, "once"), (40, "floats")])
+def test_search_finds_an_unknown_kernel(d: int, c: Any) -> None:
     """All bits of an arithmetic that the search is not told."""
-    q, k, v = sample("normal", n=150, d=64, dtype="bfloat16")
-    plan = plan_of("cudnn", q, k, v)
+    q, k, v = sample("normal", n=300, d=d, dtype="bfloat16")
+    plan = dataclasses.replace(plan_of("cudnn", q, k, v), c=c)
     out, lse = flash(q, k, v, plan=plan)
     problem = Problem.of(q, k, v)
-    rows = rows_for(problem, 1 << 13)
+    rows = rows_for(problem, 1 << 14)
     found = search(Bits(problem, rows, out[:, rows], lse[:, rows]))
     assert found.all_bits
     assert found.plan is not None
     assert (found.plan.tile_n, found.plan.direction) == (plan.tile_n, plan.direction)
+    assert found.plan.c == c
 
 
 @pytest.mark.parametrize(

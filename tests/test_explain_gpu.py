@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from bench.explain_gpu import compared, differentiated, orders, parts, plan_for, tasks
+from bench import explain_gpu
+from bench.explain_gpu import (
+    Run,
+    backwards,
+    compared,
+    differentiated,
+    orders,
+    parts,
+    plan_for,
+    tasks,
+)
 from bench.gpu_kernels import Task
 from emulation import Problem, explain, flash, flash_vjp, plan_of
 from emulation.explain.case import Case
@@ -117,11 +128,10 @@ def test_backward_order_is_told() -> None:
     grads = flash_vjp(q, k, v, q, plan=plan)
     found = differentiated(Task("normal", q, k, v, False), q, plan, grads)
     assert found["its plan"] == [k.size, k.size, v.size]
-    assert {w for w, c in found.items() if c[1] == c[2] == c[0]} >= {
-        "its plan", "descending by 64, unfused, delta 4"
-    }  # fmt: skip
-    assert min(c[1] for c in found.values()) < k.size
-    assert len({p for _, p in orders(plan)}) == len(list(orders(plan))) - 1
+    for word in ("queries ascending", "score natural fused", "scale dS", "ds_p rounded"):
+        assert found[word][1] < k.size, word
+    assert found["scale dS"][2] == found["ds_p rounded"][2] == v.size
+    assert len({p for _, p in orders(plan)}) == len(list(orders(plan))) == len(found)
 
 
 def test_a_backward_tile_changes_bits() -> None:
@@ -132,3 +142,50 @@ def test_a_backward_tile_changes_bits() -> None:
     other = dataclasses.replace(plan, backward=dataclasses.replace(plan.backward, tile_m=64))
     a, b = (flash_vjp(q, k, v, q, plan=p) for p in (plan, other))
     assert a[2].tobytes() != b[2].tobytes()
+
+
+class _Here:
+    """A pool that works at once."""
+
+    def submit(self, f: Any, *args: Any) -> Any:
+        done: Future[Any] = Future()
+        done.set_result(f(*args))
+        return done
+
+
+def test_backward_shares_are_apart_by_format_and_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that is right without a mask only is not half right everywhere."""
+
+    def gradients(kernel: str, task: Task, dout: Any) -> Any:
+        q, k, v, do = (x[:2] for x in (task.q, task.k, task.v, dout))
+        if kernel != "fa2":
+            raise RuntimeError("none")
+        plan = plan_of("fa2", q, k, v, causal=task.causal)
+        grads = flash_vjp(q, k, v, do, plan=plan, causal=task.causal)
+        return tuple(-x for x in grads) if task.causal else grads
+
+    monkeypatch.setattr(explain_gpu, "gradients", gradients)
+    monkeypatch.setattr(explain_gpu, "WIDTHS", (32,))
+    monkeypatch.setattr(explain_gpu, "SMALL", (100, 2))
+    run = Run(_Here(), 1e6)  # type: ignore[arg-type]
+    found = backwards(run)
+    assert set(found) == {
+        f"fa2, D 32, {t}, {m}" for t in ("bfloat16", "float16") for m in ("full", "causal")
+    }
+    for name, x in found.items():
+        assert (x["its plan"] == [1.0, 1.0]) == name.endswith("full")
+        assert max(x["its plan"]) < 0.1 or name.endswith("full")
+    assert not any("math" in word for word in run.refused)
+
+
+def test_bits_that_are_another_kernels_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted apart from those that no known kernel has."""
+
+    def judged(task: Task, kernel: str, got: Any) -> tuple[str, str, list[str]]:
+        names = {"normal": [kernel], "tiny": ["another"]}.get(task.group, [])
+        return kernel, "rounding", names
+
+    monkeypatch.setattr(explain_gpu, "judged", judged)
+    monkeypatch.setattr(explain_gpu, "called", lambda kernel, task: (task.q, None))
+    found = explain_gpu.verdicts(Run(_Here(), 1e6))  # type: ignore[arg-type]
+    assert found["whose"]["triton"] == found["all bits another's"]["triton"] == 4

@@ -32,6 +32,7 @@ def test_unknown_numerics_field() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"c": "twice"}, r"plan\.c: got 'twice', must be one of 'once', 'float scale', 'floats'"),
         ({"direction": "up"}, r"plan\.direction: got 'up'"),
         ({"tile_n": 24}, r"plan\.tile_n: got 24, must be a positive multiple of 16"),
         ({"tile_n": 0}, r"plan\.tile_n: got 0"),
@@ -110,9 +111,12 @@ def test_json_round_trip() -> None:
         numerics=Numerics(reference="lazy", p="split"),
         format="float16",
         tile_n=48,
+        c="float scale",
         backward=BackwardPlan(tile_m=32, dq_order="descending"),
     )
     assert Plan.from_json(json.dumps(plan.to_json())) == plan
+    older = {name: x for name, x in plan.to_json().items() if name != "c"}
+    assert Plan.from_json(older) == dataclasses.replace(plan, c="once")
     with pytest.raises(ValueError, match="plan: not JSON"):
         Plan.from_json("{")
     with pytest.raises(TypeError, match="plan: got list"):

@@ -55,6 +55,8 @@ struct Schedule {
 //   is free.
 // - Scanning warps, for V to be full. They clear what they have to clear, and say "clean", before
 //   they release; a tile that one CTA scans is waited for by those of its consumers that use it.
+//   Before they mark a tile that held some they wait for its place to have been released, which it
+//   was before the tile was loaded.
 // - Consumers, for their turn at the tensor cores. They wait for data before their turn and for
 //   nothing between taking and passing it. All warpgroups of a CTA take as many turns for a block
 //   of rows, the n-th one at the same tile: one warpgroup's turn asks for nothing that another

@@ -79,8 +79,8 @@ def trace(seed: int, *, dtype: str, reference: str) -> dict[str, Any]:
     )
     m = _Recorder(**arithmetic_of(plan))
     lo, hi = problem.band()
-    flash_rows(m, plan, constants(m, problem), m.input(problem.q[0]), problem.k[0], problem.v[0],
-               lo, hi)  # fmt: skip
+    const, q_node = constants(m, problem, plan), m.input(problem.q[0])
+    flash_rows(m, plan, const, q_node, problem.k[0], problem.v[0], lo, hi)
     maxima = np.maximum.accumulate(TOPS).tolist()
     return {
         "m": maxima, "alpha": m.alphas, "l": m.sums, "o": m.outs,

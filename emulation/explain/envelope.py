@@ -3,8 +3,9 @@ largest of them element by element.
 
 A correct kernel keeps fp32 between its steps, rounds P (and dS) to the input format at most once
 and its result once. The family takes every other choice at its worst: tiles of 16 keys in either
-direction, a tensor core of eight products a step and 24 bits, unfused arguments, approximate
-reciprocal and logarithm, row sums of the rounded or of the unrounded P, or an unfused softmax.
+direction, a tensor core of eight products a step and 24 bits, unfused arguments, every rounding of
+c, approximate reciprocal and logarithm, row sums of the rounded or of the unrounded P, or an
+unfused softmax.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from emulation.explain.exact import F64, Index
 from emulation.oracle.result import refuse_nonfinite
 from emulation.plan import BackwardPlan, Numerics, Plan
 from emulation.problem import Problem
+from emulation.tiled import c_rules
 
 #: Rows times keys times columns up to which a shared error of P is followed value by value.
 EXACT = 1 << 25
@@ -49,7 +51,7 @@ def family(problem: Problem) -> list[Plan]:
     other = dataclasses.replace(worst, direction="left-to-right", score="unfused", alpha="maxima")
     plans = [
         worst,
-        dataclasses.replace(other, lse="c ln2"),
+        *(dataclasses.replace(other, lse="c ln2", c=rule) for rule in c_rules(problem)),
         dataclasses.replace(worst, numerics=_ROUNDED),
     ]
     if not half:  # fp32 inputs on a tensor core of bfloat16 terms, and by chains of FMAs
@@ -87,6 +89,9 @@ def gradient_envelope(
     problem: Problem, dout: object, plans: list[Plan] | None = None
 ) -> dict[str, F64]:
     """Bounds of |dq - exact| (H, N_q, D), |dk - exact| and |dv - exact| (H_kv, N_k, ...)."""
-    chosen = family(problem)[:1] if plans is None else plans
+    chosen = plans
+    if chosen is None:
+        worst = family(problem)[0]
+        chosen = [dataclasses.replace(worst, c=rule) for rule in c_rules(problem)]
     found = [backward_bound(problem, plan, dout) for plan in chosen]
     return {n: np.max([f[i] for f in found], axis=0) for i, n in enumerate(("dq", "dk", "dv"))}

@@ -2,6 +2,7 @@
 
 Rows are independent, so some rows tell of all. O alone finds direction and tile; LSE, which is not
 rounded to the half format, the order of the row sum, the form of the exponent and the reciprocal.
+Gradients tell the backward: `neighbours` lists what they are compared with.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import numpy as np
 
 from emulation.explain.exact import Index
 from emulation.peers import plan_of
-from emulation.plan import Numerics, Plan, default_plan
+from emulation.plan import C, Numerics, Plan, default_plan
 from emulation.problem import Array, Problem, numpy_dtype
 from emulation.standard import standard_machine, standard_rows
-from emulation.tiled import constants, machine_of
+from emulation.tiled import c_rules, constants, machine_of
 from emulation.walks import walk_of
 
 #: Scores a candidate may take: about 0.1 s.
@@ -89,7 +90,7 @@ def emulated(problem: Problem, plan: Plan | None, rows: Index) -> tuple[Array, A
             else:
                 m = machine_of(plan)
                 q = m.input(problem.q[h, rows])
-                found = walk_of(plan)(m, plan, constants(m, problem), q, k, v, lo, hi)
+                found = walk_of(plan)(m, plan, constants(m, problem, plan), q, k, v, lo, hi)
             out[h] = found.out.astype(out.dtype)
             lse[h] = np.where(hi > lo, found.lse, np.float32(-np.inf))
     return out, lse
@@ -169,11 +170,23 @@ def search(bits: Bits, progress: Callable[[str, float], None] | None = None) -> 
     """The Plan that reproduces most bits of an unknown kernel's output.
 
     First every direction and tile, with FlashAttention-2's other choices; then one field after the
-    other, twice round, keeping what fits best.
+    other, twice round, keeping what fits best. All of it again with c rounded otherwise, where that
+    makes another c and bits are still missing.
     """
+    found: list[Share] = []
+    for rule in c_rules(bits.problem):
+        found.append(_search(bits, rule, progress))
+        if found[-1].all_bits:
+            break
+    return max(found, key=lambda s: s.score)
+
+
+def _search(bits: Bits, rule: C, progress: Callable[[str, float], None] | None) -> Share:
+    """`search` under one rule of c."""
     start = Plan(
         numerics=Numerics(reference="row-max", row_sum="unrounded", delta="rounded"),
         format=bits.problem.dtype,  # type: ignore[arg-type]  # checked by Problem
+        c=rule,
         score="unfused",
         alpha="maxima",
         row_sum_order="running",
@@ -213,6 +226,53 @@ def search(bits: Bits, progress: Callable[[str, float], None] | None = None) -> 
         if best is before:
             break
     return best
+
+
+#: What gradients can tell: values of the fields of a `BackwardPlan`, those together that go
+#: together.
+_BACKWARD: tuple[dict[str, Any], ...] = (
+    {"queries": "ascending", "starts": 1},
+    *({"queries": "descending", "starts": 1, "tile_m": m} for m in (64, 128)),
+    *({"queries": "ascending", "starts": n} for n in (2, 3, 4, 6)),
+    *(
+        {"score": score, "exponential": function}
+        for score, function in (
+            ("fused", "exp2"), ("unfused", "exp2"), ("natural", "exp2"),
+            ("natural fused", "exp2"), ("natural", "expf"), ("natural fused", "expf"),
+        )
+    ),
+    *({"accumulate": x} for x in ("forward", "tensor-core")),
+    *({"ds_p": x} for x in ("unrounded", "rounded")),
+    *({"scale": x} for x in ("after", "dS")),
+    *({"delta_sum": x} for x in ("chain", "pairs")),
+    *(
+        {"delta_threads": n, "delta_columns": 8, "delta_join": join}
+        for join in ("halves", "neighbours")
+        for n in (0, 1, 2, 4, 8, 16)
+    ),
+    *(
+        {"delta_threads": n, "delta_columns": columns, "delta_join": join, "delta_sum": "chain"}
+        for join in ("halves", "neighbours")
+        for n, columns in ((32, 1), (16, 2), (32, 2), (16, 4), (32, 4), (32, 8))
+    ),
+)  # fmt: skip
+
+
+def neighbours(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """Plans whose backward differs from this one's in one choice, and what it is: what gradients
+    are compared with to tell a kernel's backward.
+    """
+    seen = {plan.backward}
+    for fields in _BACKWARD:
+        try:
+            backward = dataclasses.replace(plan.backward, **fields)
+            other = dataclasses.replace(plan, backward=backward)
+        except ValueError:
+            continue
+        if backward not in seen:
+            seen.add(backward)
+            changed = (n for n, x in fields.items() if getattr(plan.backward, n) != x)
+            yield ", ".join(f"{n} {fields[n]}" for n in changed), other
 
 
 def rows_for(problem: Problem, cells: int = CELLS) -> Index:
