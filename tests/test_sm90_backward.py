@@ -318,8 +318,8 @@ def test_many_launches(d: int, masks: dict[str, Any], center: int) -> None:
 
 BLOCKER = r"""
 extern "C" __global__ void hold(volatile int* stop) {
-  extern __shared__ char all[];
-  all[0] = 0;
+  extern __shared__ char room[];
+  room[0] = 0;
   while (*stop == 0) {
   }
 }

@@ -1,9 +1,9 @@
 // dQ, dK and dV on Hopper in one pass, head dimensions up to 128: TMA, wgmma, warp specialisation.
 // A CTA takes 128 keys of one key head, 64 for each of its two consumer warpgroups, which keep
 // their dK and dV in registers, and walks all rows that see them, of all query heads of the group,
-// in ascending order. One warp loads, two add the shares of dQ (and, where it is centred, sums of
-// the rows of dS, which they read in shared memory). CTAs behind the last tile of keys convert dQ.
-// See sm90/sums.cuh for the order of dQ and why every wait for other CTAs ends.
+// in ascending order. One warp loads, two add the shares of dQ and, where it is centred, the sums
+// of the rows of dS. CTAs behind the last tile of keys convert dQ. See sm90/sums.cuh for the order
+// of dQ and why every wait for other CTAs ends.
 #include "sm90/convert.cuh"
 #include "sm90/specials.cuh"
 
@@ -31,12 +31,13 @@ struct BackwardShape {
   static constexpr u32 kK = 0, kV = kK + K::kBytes, kQ = kV + V::kBytes, kDO = kQ + 2 * Q::kBytes,
                        kDS = kDO + 2 * DO::kBytes, kShare = kDS + 2 * DS::kBytes,
                        kLse = kShare + 2 * kShareBytes, kDelta = kLse + 8 * kBlockM,
-                       kBarriers = kDelta + 8 * kBlockM;
+                       kRows = kDelta + 8 * kBlockM, kOnes = kRows + 4 * kBlockM,
+                       kBarriers = kOnes + kOnesBytes;
   static constexpr u32 kKeysFull = kBarriers, kQFull = kKeysFull + 8, kQEmpty = kQFull + 16,
                        kDOFull = kQEmpty + 16, kDOEmpty = kDOFull + 16, kDSFull = kDOEmpty + 16,
                        kDSEmpty = kDSFull + 16, kShareFull = kDSEmpty + 16,
-                       kShareEmpty = kShareFull + 16, kSmallAt = kShareEmpty + 16,
-                       kTicket = kSmallAt + 8, kBytes = kTicket + 8;
+                       kShareEmpty = kShareFull + 16, kRowsEmpty = kShareEmpty + 16,
+                       kSmallAt = kRowsEmpty + 8, kTicket = kSmallAt + 8, kBytes = kTicket + 8;
 };
 
 // kCenter: dQ is centred; not under a softcap.
@@ -66,14 +67,16 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::mbarrier_init(base + S::kDOFull + 8 * i, 1);
       ptx::mbarrier_init(base + S::kDOEmpty + 8 * i, kWarps);
       ptx::mbarrier_init(base + S::kDSFull + 8 * i, kWarps);
-      ptx::mbarrier_init(base + S::kDSEmpty + 8 * i, kWarps + (kCenter ? 1 : 0));
+      ptx::mbarrier_init(base + S::kDSEmpty + 8 * i, kWarps);
       ptx::mbarrier_init(base + S::kShareFull + 8 * i, kWarps);
       ptx::mbarrier_init(base + S::kShareEmpty + 8 * i, 1);
       ptx::st_shared(base + S::kSmallAt + 4 * i, 0);
     }
+    ptx::mbarrier_init(base + S::kRowsEmpty, 1);
     ptx::fence_mbarrier_init();
     ptx::st_shared(base + S::kTicket, ticket);
   }
+  if constexpr (kCenter) write_ones<Half>(base + S::kOnes, threadIdx.x);
   __syncthreads();
   const i32 ticket = ptx::ld_shared(base + S::kTicket);
   if (ticket >= params.pieces) {
@@ -121,18 +124,17 @@ __global__ void __launch_bounds__(kThreads, 1)
       // -- Two warps that add dQ, step after step in turn ----------------------------------------
       const u32 mine = warp - 1;
       for (i32 step = mine; step < piece.steps; step += 2) {
-        RowSums<S, kCenter, kFloatOut ? 1 : 2> rows;  // as registers allow
-        if constexpr (kCenter) {
-          ptx::mbarrier_wait(base + S::kDSFull + 8 * mine, step / 2 % 2);
-          rows.sum(base + S::kDS + mine * DS::kBytes);
-          __syncwarp();
-          if (lane == 0) ptx::mbarrier_arrive(base + S::kDSEmpty + 8 * mine);
-        }
         const Walk walk = Walk::at(piece, params.group, step);
         const i32 blocks = (band.n_q + kBlockM - 1) / kBlockM;
         const i32 block_at = (piece.batch * params.heads + walk.head) * blocks + walk.block;
         const i32 turn = turn_of<kBlockM, kBlockN>(params, piece.tile, walk.block);
         ptx::mbarrier_wait(base + S::kShareFull + 8 * mine, step / 2 % 2);
+        RowShare<S, kCenter> rows;
+        if constexpr (kCenter) {
+          rows.take(base + S::kRows);
+          __syncwarp();
+          if (lane == 0) ptx::mbarrier_arrive(base + S::kRowsEmpty);
+        }
         add_share<S::kShareBytes, kBlockM>(
             params, block_at, turn, base + S::kShare + mine * S::kShareBytes,
             base + S::kShareEmpty + 8 * mine, base + S::kSmallAt + 4 * mine, rows);
@@ -163,12 +165,16 @@ __global__ void __launch_bounds__(kThreads, 1)
                                       descriptor(base + S::kQ + step % 2 * Q::kBytes, 16));
     ptx::wgmma_commit_group();
   };
-  // dQ of a step: K^T dS^T, 64 columns of the head by kPartM queries.
-  auto issue_share = [&](Accumulator<S::kPartM / 8>& dq, i32 step) {
+  // dQ of a step: K^T dS^T, 64 columns of the head by kPartM queries; and sums of rows of dS, of 64
+  // queries. The first warpgroup makes all of them if both take the same queries.
+  const bool sums_rows = kCenter && (K::kCount == 1 || mine == 0);
+  auto issue_share = [&](Accumulator<S::kPartM / 8>& dq, Accumulator<1>& rows, i32 step) {
+    const u32 ds = descriptor(base + S::kDS + step % 2 * DS::kBytes + ds_queries, 16);
     ptx::fence_operands(dq);
+    if constexpr (kCenter) ptx::fence_operands(rows);
     ptx::wgmma_fence();
-    issue_transposed<kBf16, DS, kBlockN>(
-        dq, k_columns, descriptor(base + S::kDS + step % 2 * DS::kBytes + ds_queries, 16));
+    issue_transposed<kBf16, DS, kBlockN>(dq, k_columns, ds);
+    if (sums_rows) issue_row_sums<kBf16, DS, kBlockN>(rows, ds, base + S::kOnes);
     ptx::wgmma_commit_group();
   };
   // Warpgroups take turns: one computes P and dS while the other's products run.
@@ -187,7 +193,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (params.masked) specials.look_at_keys();
   }
   // dQ's way out. The product has been waited for.
-  auto hand_out = [&](Accumulator<S::kPartM / 8>& dq, i32 of_step, bool in_keys) {
+  auto hand_out = [&](Accumulator<S::kPartM / 8>& dq, const Accumulator<1>& rows, i32 of_step,
+                      bool in_keys) {
     const u32 i = of_step % 2, parity = of_step / 2 % 2;
     if (in_keys) {
       specials.add_keys(dq, shared + S::kDS + i * DS::kBytes, of_step,
@@ -199,6 +206,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::mbarrier_wait(base + S::kShareEmpty + 8 * i, parity ^ 1);
     store_share(base + S::kShare + i * S::kShareBytes + share_at, dq);
     if (holds_small(dq)) ptx::st_shared(base + S::kSmallAt + 4 * i, kSmall);
+    if (sums_rows) {
+      ptx::mbarrier_wait(base + S::kRowsEmpty, of_step % 2 ^ 1);
+      store_row_sums(base + S::kRows + (K::kCount == 1 ? mine * 64 * 4 : 0), rows, thread);
+    }
     ptx::fence_proxy_async();
     __syncwarp();
     arrive(base + S::kShareFull + 8 * i);
@@ -273,8 +284,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 
     // dQ of the step before: meanwhile the other warpgroup has written its dS, too. In the first
     // step of a piece it is a product of whatever is there, and not used.
-    float dq[2][S::kPartM / 8][2];
-    issue_share(dq, step + 1);
+    float dq[2][S::kPartM / 8][2], rows[2][1][2];
+    issue_share(dq, rows, step + 1);
     ptx::fence_operands(dk);
     ptx::fence_operands(ds_half);
     ptx::wgmma_fence();
@@ -282,10 +293,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::wgmma_commit_group();
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(dq);
+    if constexpr (kCenter) ptx::fence_operands(rows);
     ptx::fence_operands(dv);
     ptx::fence_operands(p_half);
     arrive(base + S::kDOEmpty + 8 * stage);
-    if (step > 0) hand_out(dq, step - 1, any && specials.in_keys);
+    if (step > 0) hand_out(dq, rows, step - 1, any && specials.in_keys);
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(dk);
     ptx::fence_operands(ds_half);
@@ -303,12 +315,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   if (piece.steps > 0) {
     const i32 last = piece.steps - 1;
-    float dq[2][S::kPartM / 8][2];
+    float dq[2][S::kPartM / 8][2], rows[2][1][2];
     ptx::mbarrier_wait(base + S::kDSFull + 8 * (last % 2), last / 2 % 2);
-    issue_share(dq, last);
+    issue_share(dq, rows, last);
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(dq);
-    hand_out(dq, last, specials.in_keys);
+    if constexpr (kCenter) ptx::fence_operands(rows);
+    hand_out(dq, rows, last, specials.in_keys);
   }
 
   // -- dK and dV: in halves through the places of K and V ------------------------------------

@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       // -- A whole warp that adds the sums of rows of dS -----------------------------------------
       for (i32 step = 0; warp == 3 && step < piece.steps; ++step) {
         const u32 stage = step % 2, parity = step / 2 % 2;
-        RowSums<S, true, 1> rows;
+        WarpRowSums<S> rows;
         ptx::mbarrier_wait(base + S::kDSFull + 8 * stage, parity);
         rows.sum(base + S::kDS + stage * DS::kBytes);
         __syncwarp();
