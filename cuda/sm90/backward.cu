@@ -165,16 +165,20 @@ __global__ void __launch_bounds__(kThreads, 1)
                                       descriptor(base + S::kQ + step % 2 * Q::kBytes, 16));
     ptx::wgmma_commit_group();
   };
-  // dQ of a step: K^T dS^T, 64 columns of the head by kPartM queries; and sums of rows of dS, of 64
-  // queries. The first warpgroup makes all of them if both take the same queries.
-  const bool sums_rows = kCenter && (K::kCount == 1 || mine == 0);
+  // dQ of a step: K^T dS^T, 64 columns of the head by kPartM queries; and sums of rows of dS: of
+  // this warpgroup's queries, or, of blocks of up to 64, of all by the first one, which reads 64
+  // rows.
+  constexpr bool kBothSum = kBlockM == 128;
+  const bool sums_rows = kCenter && (kBothSum || mine == 0);
   auto issue_share = [&](Accumulator<S::kPartM / 8>& dq, Accumulator<1>& rows, i32 step) {
-    const u32 ds = descriptor(base + S::kDS + step % 2 * DS::kBytes + ds_queries, 16);
+    const u32 all = base + S::kDS + step % 2 * DS::kBytes, ds = descriptor(all + ds_queries, 16);
     ptx::fence_operands(dq);
     if constexpr (kCenter) ptx::fence_operands(rows);
     ptx::wgmma_fence();
     issue_transposed<kBf16, DS, kBlockN>(dq, k_columns, ds);
-    if (sums_rows) issue_row_sums<kBf16, DS, kBlockN>(rows, ds, base + S::kOnes);
+    if (sums_rows)
+      issue_row_sums<kBf16, DS, kBlockN>(rows, kBothSum ? ds : descriptor(all, 16),
+                                         base + S::kOnes);
     ptx::wgmma_commit_group();
   };
   // Warpgroups take turns: one computes P and dS while the other's products run.
@@ -208,7 +212,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (holds_small(dq)) ptx::st_shared(base + S::kSmallAt + 4 * i, kSmall);
     if (sums_rows) {
       ptx::mbarrier_wait(base + S::kRowsEmpty, of_step % 2 ^ 1);
-      store_row_sums(base + S::kRows + (K::kCount == 1 ? mine * 64 * 4 : 0), rows, thread);
+      store_row_sums<kBothSum ? 64 : kBlockM>(base + S::kRows + (kBothSum ? mine * 64 * 4 : 0),
+                                              rows, thread);
     }
     ptx::fence_proxy_async();
     __syncwarp();

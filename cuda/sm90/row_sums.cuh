@@ -32,10 +32,11 @@ __device__ __forceinline__ void issue_row_sums(Accumulator<1>& rows, u32 a, u32 
   }
 }
 
-// Of a warpgroup's 64 rows. All columns of the product are alike.
+// Of a product's 64 rows, of which kRows exist. All its columns are alike.
+template <int kRows>
 __device__ __forceinline__ void store_row_sums(u32 to, const Accumulator<1>& rows, int thread) {
   const Place place = Place::of(thread);
-  if (place.column != 0) return;
+  if (place.column != 0 || (kRows < 64 && place.key >= kRows)) return;
   ptx::st_shared(to + 4 * place.key, __float_as_int(rows[0][0][0]));
   ptx::st_shared(to + 4 * (place.key + 8), __float_as_int(rows[1][0][0]));
 }
