@@ -17,8 +17,12 @@ tests() {
   # Only the files that hold GPU tests: the others may need packages that a GPU machine lacks.
   local parallel=()
   python3 -c 'import xdist' 2> /dev/null && parallel=(-n 12)
-  local run=(python3 -m pytest -m gpu -o addopts= -o filterwarnings= -q -rfEs "${parallel[@]}")
-  grep -l "mark.gpu" tests/test_*.py | xargs "${run[@]}" || return 1
+  local run=(python3 -m pytest -m gpu -o addopts= -o filterwarnings= -q -rfEs)
+  # What takes the time of compiling, or other kernels off the GPU, runs by itself.
+  local alone="first_call or few_multiprocessors"
+  "${run[@]}" -k "$alone" tests/test_gpu_calls.py tests/test_sm90_backward.py || return 1
+  run+=("${parallel[@]}")
+  grep -l "mark.gpu" tests/test_*.py | xargs "${run[@]}" -k "not ($alone)" || return 1
   # The portable kernels, where a Hopper would take its own.
   CUFLASH_KERNELS=sm80 "${run[@]}" tests/test_sm80_*.py tests/test_bugs_gpu.py
 }

@@ -1,15 +1,17 @@
 """Ten minutes of forward and backward with changing shapes on two streams: the same bits, always.
 
-    python -m bench.soak [--minutes 10] [--seed 0]
+    python -m bench.soak [--minutes 10] [--seed 0] [--add]
 
 Every problem's first outputs are its reference; the small ones are compared with the emulator, too.
 Then random problems run on two streams at once, their outputs in memory that held NaN, and are
-compared on the device, word by word. Exits with 1 if a word differs.
+compared on the device, word by word. Exits with 1 if a word differs. --add: to what the result file
+counts already, of an earlier part of the same soak.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -21,7 +23,7 @@ import numpy as np
 
 import cuflash
 import emulation
-from bench.common import gpu, write
+from bench.common import RESULTS, gpu, write
 from emulation.samples import sample
 from tests.first_step import differing
 
@@ -100,10 +102,19 @@ def wrong(got: list[Any], want: list[Any]) -> Any:
     )
 
 
+def added(before: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
+    """Both parts of a soak, count by count."""
+    return {
+        name: added(before.get(name, {}), x) if isinstance(x, dict) else before.get(name, 0) + x
+        for name, x in figures.items()
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--add", action="store_true")
     chosen = parser.parse_args()
     found = list(problems())
     emulated = 0
@@ -127,7 +138,7 @@ def main() -> int:
         for stream in streams:
             stream.synchronize()
     differ = sum(int(count) for count in counts)
-    figures = {
+    figures: dict[str, Any] = {
         "seconds": round(time.monotonic() - start, 1),
         "runs": sum(problem.runs for problem in found),
         "words": words,
@@ -135,9 +146,11 @@ def main() -> int:
         "differing from the emulator": emulated,
         "problems": {problem.name: problem.runs for problem in found},
     }
+    if chosen.add:
+        figures = added(json.loads((RESULTS / "soak.json").read_text())["figures"], figures)
     print({k: x for k, x in figures.items() if k != "problems"})
     print(write("soak", figures, extra=gpu()))
-    return int(bool(differ or emulated))
+    return int(bool(figures["differing"] or figures["differing from the emulator"]))
 
 
 if __name__ == "__main__":
