@@ -12,7 +12,11 @@ keys alone; a row that sees no whole group has no c_i, and its dQ stays plain. S
 itself serves best the rows whose largest dS are of keys like most others; rows that rest on a sink,
 whose key is small, want less of it.
 
-A dS that overflows, or an infinite key, gives NaN here where plain dQ may be infinite.
+Only rows whose samples have much in common are centred: |sum of them|^2 > SAMPLES THRESHOLD times
+the sum of their |key|^2. Other rows have nothing to gain, and kernels skip R for blocks of them.
+Where samples are 0, NaN or infinite this is false, and dQ plain bit for bit, whatever R would be.
+
+A dS that overflows gives NaN in a centred row where plain dQ may be infinite.
 """
 
 from __future__ import annotations
@@ -30,6 +34,11 @@ SOURCE = "dQ centering"
 #: Keys that a mean is of, and the part of it that c is: powers of two, whose quotient rounds
 #: nothing.
 SAMPLES, SHARE = 16, 0.5
+#: What part of the samples' size their mean must exceed, in squares. Of independent keys without a
+#: mean it is 1 / SAMPLES on average.
+THRESHOLD = 0.5
+#: Threads that share the columns where sizes are summed: a warp.
+LANES = 32
 
 
 def is_centered(plan: Plan, problem: Problem) -> bool:
@@ -60,6 +69,32 @@ def sampled_keys(lo: Array, hi: Array, center: int) -> tuple[Array, Array, Array
     return first[:, None] + odd * length[:, None] // (2 * SAMPLES), kind.reshape(-1), has
 
 
+def has_large_mean(samples: Array) -> Array:
+    """The rule, (C,), of samples (C, SAMPLES, D) in fp32 in a warp's order: lane l sums the columns
+    l, l + 32, ..., then lanes join by exclusive or of 16, 8, 4, 2, 1.
+
+    >>> has_large_mean(np.stack([np.ones((16, 8)), np.zeros((16, 8))])).tolist()
+    [True, False]
+    """
+    xp = rounding.namespace(samples)
+    with np.errstate(over="ignore", invalid="ignore"):
+        x = samples.astype(np.float32)
+        total, size = x[:, 0], xp.square(x[:, 0])
+        for t in range(1, SAMPLES):
+            total, size = total + x[:, t], rounding.fma(x[:, t], x[:, t], size)
+        of_mean = of_keys = xp.zeros((len(x), LANES), np.float32)
+        pad = -x.shape[2] % LANES
+        total, size = (xp.pad(y, ((0, 0), (0, pad))) for y in (total, size))
+        for start in range(0, x.shape[2], LANES):
+            lanes = slice(start, start + LANES)
+            of_mean = rounding.fma(total[:, lanes], total[:, lanes], of_mean)
+            of_keys = of_keys + size[:, lanes]
+        for half in (16, 8, 4, 2, 1):  # a butterfly's sums are the same in all lanes
+            of_mean, of_keys = (y[:, :half] + y[:, half:] for y in (of_mean, of_keys))
+        large: Array = of_mean[:, 0] > np.float32(SAMPLES * THRESHOLD) * of_keys[:, 0]
+    return large
+
+
 def row_sums(m: Machine, sums: Node, rows: slice, parts: list[Node], seen: Array) -> Node:
     """sums (N_q, 1) and in `rows` those of a tile of dS (R, T), in parts, as the tensor core sums
     them: dS times a column of ones, from zero, then added in fp32.
@@ -87,6 +122,7 @@ def centered(
     keys, kind, has = sampled_keys(lo, hi, center)
     if not bool(has.any()):
         return dq
+    has = has & has_large_mean(k[keys])[kind]
     every = slice(None)
     samples = m.input(k[keys])  # (C, SAMPLES, D)
     mean = m.take(samples, (every, 0))
@@ -106,5 +142,6 @@ def mean_sizes(k: Any, lo: Array, hi: Array, center: int) -> tuple[Array, Array]
     keys, kind, has = sampled_keys(lo, hi, center)
     if not has.any():
         return np.zeros((len(has), k.shape[1])), has
+    has = has & has_large_mean(k[keys])[kind]
     sizes: Array = SHARE * np.abs(k)[keys].mean(axis=1)[kind]
     return np.where(has[:, None], sizes, 0.0), has
