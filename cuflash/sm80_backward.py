@@ -55,7 +55,12 @@ def gradient_params(workspaces: Sequence[str], *more: str) -> np.dtype[Any]:
     )
 
 
-WORKSPACES = ("lse2", "delta", "sums", "turns", "tickets", "row_sums", "dlse")
+WORKSPACES = ("lse2", "delta", "sums", "turns", "tickets", "row_sums", "dlse", "centered")
+CENTER_PARAMS = np.dtype(
+    [("k", np.uint64), ("centered", np.uint64), ("k_strides", STRIDES), ("band", BAND)]
+    + [(name, np.int32) for name in ("kv_heads", "d", "pitch", "center", "words")],
+    align=True,
+)
 GRADIENT_PARAMS = gradient_params(WORKSPACES, "interleave", "center")
 
 #: The fields of a BackwardPlan that all kernels fix, and how.
@@ -128,6 +133,20 @@ def delta_kernel(plan: Plan, d_v: int) -> Kernel:
     out = flag(plan.numerics.out == "float32")
     name = f"cuflash::sm80::delta<cuflash::{HALVES[plan.format]},{chunks},{out}>"
     return Kernel(Instantiation("sm80/backward_delta.cu", name), THREADS // chunks)
+
+
+def center_launches(problem: Problem, plan: Plan) -> tuple[Launch, ...]:
+    """What decides, before the gradients, which rows are centred, if any may be."""
+    if not is_centered(plan, problem):
+        return ()
+    name = f"cuflash::sm80::center<cuflash::{HALVES[plan.format]}>"
+    warps = -(-centered_words(problem) // (THREADS // 32))
+    return (Launch(Instantiation("sm80/backward_center.cu", name), warps, THREADS),)
+
+
+def centered_words(problem: Problem) -> int:
+    """32-bit words that have a bit for each row of each key head."""
+    return problem.heads // problem.group * pitch_of(problem.n_q) // 32
 
 
 def width_of(width: int) -> int:
@@ -206,25 +225,28 @@ def backward(
     sums = cp.empty(found.sums, np.float32)
     row_sums = cp.empty(found.row_sums, np.float32) if found.row_sums else None
     counts = cp.zeros(found.blocks + 1, np.int32)
+    centered = cp.empty(centered_words(p.shapes), np.uint32) if found.row_sums else None
     ones = packed(DELTA_PARAMS, (dout, out, rest), (lse, dlse, lse2, delta), found.delta_tail)
-    work = (lse2, delta, sums, counts, counts[-1:], row_sums, dlse)
+    work = (lse2, delta, sums, counts, counts[-1:], row_sums, dlse, centered)
     arrays = (p.q, p.k, p.v, dout, dq, dk, dv)
     params = packed(GRADIENT_PARAMS, arrays, work, found.tail)
     if found.unseen:
         dq.fill(0)
     touched = (*arrays, *work, out, rest, lse)
-    run(found.launches, (ones, params), p.device, touched)
+    rule = () if centered is None else (packed(CENTER_PARAMS, (p.k,), (centered,), found.rule),)
+    run(found.launches, (ones, *rule, params), p.device, touched)
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What a backward needs beside its arrays: launches, the tails of both structs, elements of
+    """What a backward needs beside its arrays: launches, the tails of all structs, elements of
     the sums of dQ and of those of rows of dS, blocks of rows of all heads, and whether some row
     sees nothing.
     """
 
-    launches: tuple[Launch, Launch]
+    launches: tuple[Launch, ...]
     delta_tail: tuple[Any, ...]
+    rule: tuple[Any, ...]
     tail: tuple[Any, ...]
     sums: int
     row_sums: int
@@ -244,9 +266,11 @@ def _prepared(problem: Problem, plan: Plan, limits: Limits) -> _Prepared:
     return _Prepared(
         launches=(
             Launch(first.instantiation, -(-p.heads * pitch_of(p.n_q) // first.rows), THREADS),
+            *center_launches(p, plan),
             Launch(kernel.instantiation, grid, kernel.warps * 32, kernel.shared),
         ),
         delta_tail=tail_of(DELTA_PARAMS, fields),
+        rule=tail_of(CENTER_PARAMS, fields),
         tail=tail_of(GRADIENT_PARAMS, fields),
         sums=blocks * kernel.rows * width_of(p.d),
         row_sums=blocks * kernel.rows if is_centered(plan, p) else 0,
@@ -283,6 +307,8 @@ def gradient_fields(problem: Problem, plan: Plan) -> dict[str, Any]:
         "descending": plan.backward.dq_order == "descending",
         "scale": gradient_scale(machine, problem, constants(machine, problem, plan)),
         "pitch": pitch_of(problem.n_q),
+        "kv_heads": fields["heads"] // problem.group,
+        "words": centered_words(problem),
         "batch": problem.heads // fields["heads"],
         "n_q": problem.n_q,
     }

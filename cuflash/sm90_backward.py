@@ -16,7 +16,10 @@ from cuflash.launch import Instantiation, Launch, packed, run, tail_of
 from cuflash.planner import runs_hopper_backward
 from cuflash.problem import GpuProblem
 from cuflash.sm80_backward import (
+    CENTER_PARAMS,
     DELTA_PARAMS,
+    center_launches,
+    centered_words,
     check_orders,
     delta_kernel,
     gradient_fields,
@@ -33,7 +36,7 @@ from emulation.problem import Problem
 MAPS = ("q", "k", "v", "dout", "dk", "dv")
 STRIDED = ("q", "k", "dout", "dq", "dk", "dv")
 COUNTS = ("heads", "group", "d", "d_v", "pitch", "descending", "masked", "interleave", "pieces")
-WORKSPACES = ("lse2", "delta", "sums", "turns", "tickets", "row_sums", "dlse")
+WORKSPACES = ("lse2", "delta", "sums", "turns", "tickets", "row_sums", "dlse", "centered")
 #: The parameters of the gradient kernels behind the tensor maps: sm90::BackwardParams.
 FIELDS = np.dtype(
     [(name, np.uint64) for name in (*STRIDED, *WORKSPACES)]
@@ -148,7 +151,7 @@ class _Prepared:
     rows of all heads.
     """
 
-    launches: tuple[Launch, Launch]
+    launches: tuple[Launch, ...]
     tails: tuple[tuple[Any, ...], ...]
     boxes: tuple[int, ...]
     sums: int
@@ -177,6 +180,7 @@ def _prepared(p: Problem, plan: Plan, shape: Shape | None, processors: int) -> _
     ones = delta_kernel(plan, p.d_v)
     launches = (
         Launch(ones.instantiation, -(-p.heads * pitch_of(p.n_q) // ones.rows), THREADS),
+        *center_launches(p, plan),
         Launch(
             backward_instantiation(plan, p.d, p.d_v, softcap, s),
             pieces + -(-blocks // (CONVERT_PARTS // parts)),
@@ -186,7 +190,7 @@ def _prepared(p: Problem, plan: Plan, shape: Shape | None, processors: int) -> _
     )
     return _Prepared(
         launches=launches,
-        tails=tuple(tail_of(x, fields) for x in (DELTA_PARAMS, FIELDS)),
+        tails=tuple(tail_of(x, fields) for x in (DELTA_PARAMS, FIELDS, CENTER_PARAMS)),
         boxes=(s.rows, keys, keys, s.rows, 64, 64),
         sums=blocks * parts * part_rows(p.d, s) * 64,
         row_sums=blocks * s.rows if is_centered(plan, p) else 0,
@@ -220,14 +224,16 @@ def backward(
         bytes(MAP_BYTES) if x is None else tensor_map(x, plan.format, n)
         for x, n in zip(mapped, found.boxes, strict=True)
     )
+    centered = cp.empty(centered_words(p.shapes), np.uint32) if found.row_sums else None
     ones = packed(DELTA_PARAMS, (dout, out, rest), (lse, dlse, lse2, delta), found.tails[0])
-    work = (lse2, delta, sums, counts, counts[-1:], row_sums, dlse)
+    work = (lse2, delta, sums, counts, counts[-1:], row_sums, dlse, centered)
     fields = packed(FIELDS, (p.q, p.k, dout, dq, dk, dv), work, found.tails[1])
     params = bytearray(PARAMS.itemsize)
     params[: len(maps)] = maps
     params[len(maps) : len(maps) + FIELDS.itemsize] = fields.tobytes()
     touched = (p.q, p.k, p.v, dout, out, rest, lse, dq, dk, dv, *work)
-    run(found.launches, (ones, np.frombuffer(params, PARAMS)), p.device, touched)
+    rule = () if centered is None else (packed(CENTER_PARAMS, (p.k,), (centered,), found.tails[2]),)
+    run(found.launches, (ones, *rule, np.frombuffer(params, PARAMS)), p.device, touched)
 
 
 def instantiations() -> Iterable[Instantiation]:

@@ -285,6 +285,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           params.q_strides.row, kBlockM, params.d, DK::row(), DK::column(), rows_seen);
     };
 
+    bool any_centered = false;  // whether some row of the block is
+    if constexpr (kCenter)
+      any_centered = Centered::of(params, batch, kv_head).any<kBlockM>(first_row);
     // Sums of the rows of dS: its product with a column of ones. Warps take 16 rows each.
     auto row_sum = [&](int m) {
       return params.row_sums + static_cast<i64>(block_at) * kBlockM + m;
@@ -340,7 +343,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         for (int i = 0; i < DQ::kMi * 2; ++i) {
           const int m = DQ::row() + i * 8 + lane / 4, kind = kinds.of(m) - first;
           if (kind < 0 || kind >= now || row_of_block + m >= band.n_q) continue;
-          if (Groups::of(band, row_of_block + m, params.center).length == 0) continue;
+          if (!Centered::of(params, batch, kv_head).row(row_of_block + m)) continue;
           float r = ptx::ld_cg(row_sum(m));
           if (params.dlse != nullptr)
             r = __fsub_rn(r,
@@ -357,7 +360,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         }
       }
     };
-    if constexpr (kCenter) add_row_sums();
+    if (any_centered) add_row_sums();
 #pragma unroll
     for (int slice = 0; slice < S::kSlices; ++slice) {
       const int row = DQ::row(), column = DQ::column() + slice * (S::kD / S::kSlices);
@@ -403,7 +406,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           sum[i].w = __fadd_rn(sum[i].w, x[3]);
         }
       }
-      if (kCenter && last) center(sum, slice);
+      if (any_centered && last) center(sum, slice);
       if (DQ::busy()) {
         if (!last) {
 #pragma unroll

@@ -128,8 +128,11 @@ __global__ void __launch_bounds__(kThreads, 1)
         const i32 blocks = (band.n_q + kBlockM - 1) / kBlockM;
         const i32 block_at = (piece.batch * params.heads + walk.head) * blocks + walk.block;
         const i32 turn = turn_of<kBlockM, kBlockN>(params, piece.tile, walk.block);
-        ptx::mbarrier_wait(base + S::kShareFull + 8 * mine, step / 2 % 2);
         RowShare<S, kCenter> rows;
+        if constexpr (kCenter)
+          rows.any =
+              Centered::of(params, piece.batch, piece.kv_head).any<kBlockM>(walk.block * kBlockM);
+        ptx::mbarrier_wait(base + S::kShareFull + 8 * mine, step / 2 % 2);
         if constexpr (kCenter) {
           rows.take(base + S::kRows);
           __syncwarp();
@@ -170,13 +173,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   // rows.
   constexpr bool kBothSum = kBlockM == 128;
   const bool sums_rows = kCenter && (kBothSum || mine == 0);
+  // centered: whether the step's block has a centred row.
+  bool centered = false;
   auto issue_share = [&](Accumulator<S::kPartM / 8>& dq, Accumulator<1>& rows, i32 step) {
     const u32 all = base + S::kDS + step % 2 * DS::kBytes, ds = descriptor(all + ds_queries, 16);
     ptx::fence_operands(dq);
     if constexpr (kCenter) ptx::fence_operands(rows);
     ptx::wgmma_fence();
     issue_transposed<kBf16, DS, kBlockN>(dq, k_columns, ds);
-    if (sums_rows)
+    if (sums_rows && centered)
       issue_row_sums<kBf16, DS, kBlockN>(rows, kBothSum ? ds : descriptor(all, 16),
                                          base + S::kOnes);
     ptx::wgmma_commit_group();
@@ -212,8 +217,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (holds_small(dq)) ptx::st_shared(base + S::kSmallAt + 4 * i, kSmall);
     if (sums_rows) {
       ptx::mbarrier_wait(base + S::kRowsEmpty, of_step % 2 ^ 1);
-      store_row_sums<kBothSum ? 64 : kBlockM>(base + S::kRows + (kBothSum ? mine * 64 * 4 : 0),
-                                              rows, thread);
+      if (centered)
+        store_row_sums<kBothSum ? 64 : kBlockM>(base + S::kRows + (kBothSum ? mine * 64 * 4 : 0),
+                                                rows, thread);
     }
     ptx::fence_proxy_async();
     __syncwarp();
@@ -307,6 +313,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::fence_operands(dk);
     ptx::fence_operands(ds_half);
     arrive(base + S::kQEmpty + 8 * stage);
+    if constexpr (kCenter)
+      centered =
+          Centered::of(params, piece.batch, piece.kv_head).any<kBlockM>(walk.block * kBlockM);
     ++step;
     walk.next(piece);
   };

@@ -98,8 +98,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (i32 step = 0; warp == 3 && step < piece.steps; ++step) {
         const u32 stage = step % 2, parity = step / 2 % 2;
         WarpRowSums<S> rows;
+        const bool any = Centered::of(params, piece.batch, piece.kv_head)
+                             .any<kBlockM>(Walk::at(piece, params.group, step).block * kBlockM);
         ptx::mbarrier_wait(base + S::kDSFull + 8 * stage, parity);
-        rows.sum(base + S::kDS + stage * DS::kBytes);
+        if (any) rows.sum(base + S::kDS + stage * DS::kBytes);
         __syncwarp();
         if (lane == 0) ptx::mbarrier_arrive(base + S::kDSEmpty + 8 * stage);
         ptx::mbarrier_wait(base + S::kTurnCome + 8 * stage, parity);
@@ -107,8 +109,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         float* const sums =
             params.row_sums +
             static_cast<i64>(ptx::ld_shared(base + S::kBlockAt + 4 * stage)) * kBlockM;
-        if (!first) rows.fetch(sums);
-        rows.store(sums, first);
+        if (any && !first) rows.fetch(sums);
+        if (any) rows.store(sums, first);
         __syncwarp();
         if (lane == 0) ptx::mbarrier_arrive(base + S::kAdded + 8 * stage);
       }

@@ -104,15 +104,16 @@ struct Conversion {
   }
 
   // To shared memory: c of the kinds of rows of a part, and of its rows the sums of dS less dLSE.
-  // Both are 0 for rows that see no group of keys, which then stay as they are.
+  // Both are 0 for rows that are not centred, which then stay as they are.
   __device__ __forceinline__ void prepare(float* to, i32 i) const {
     const Band& band = params.band;
     const At here = at(i);
     const Kinds<kM> kinds(band, here.row, params.center);
+    const Centered centered = Centered::of(params, here.batch, here.head / params.group);
     if (thread < kM) {
       const i32 row = here.row + thread;
       float r = 0.0f;
-      if (row < band.n_q && Groups::of(band, row, params.center).length > 0) {
+      if (row < band.n_q && centered.row(row)) {
         const i64 block = first + i / S::kParts;
         r = ptx::ld_cg(params.row_sums + block * S::kBlockM + row % S::kBlockM);
         const i64 head = here.batch * params.heads + here.head;
@@ -126,10 +127,10 @@ struct Conversion {
         params.k + params.k_strides.at(here.batch, here.head / params.group) + here.column + column;
 #pragma unroll 1
     for (int kind = thread / 32; kind < kinds.count(); kind += 4) {
-      const Groups groups = Groups::of(band, here.row + kinds.row(kind), params.center);
+      const i32 row = here.row + kinds.row(kind);
       float2 c = make_float2(0.0f, 0.0f);
-      if (groups.length > 0 && here.column + column < params.d)
-        c = groups.mean<Half>(k, params.k_strides.row);
+      if (row < band.n_q && centered.row(row) && here.column + column < params.d)
+        c = Groups::of(band, row, params.center).mean<Half>(k, params.k_strides.row);
       *reinterpret_cast<float2*>(to + kind * 64 + column) = c;
     }
   }

@@ -41,18 +41,20 @@ __device__ __forceinline__ void store_row_sums(u32 to, const Accumulator<1>& row
   ptx::st_shared(to + 4 * (place.key + 8), __float_as_int(rows[1][0][0]));
 }
 
-// By the warp that adds the share. Empty unless kOn.
+// By the warp that adds the share. Empty unless kOn; nothing is taken or added of a block without a
+// centred row.
 template <class S, bool kOn_>
 struct RowShare {
   static constexpr bool kOn = kOn_;
   static constexpr int kLanes = S::kBlockM / 4;  // a lane has four rows
   float4 r;
+  bool any;  // whether some row of the block is centred
 
   __device__ __forceinline__ static int lane() { return ptx::thread_index() % 32; }
 
   __device__ __forceinline__ void take(u32 from) {
     r = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (lane() < kLanes) r = ptx::ld_shared_v4(from + 16 * lane());
+    if (any && lane() < kLanes) r = ptx::ld_shared_v4(from + 16 * lane());
   }
 
   __device__ __forceinline__ bool small() const {
@@ -62,7 +64,7 @@ struct RowShare {
 
   // first: nothing was added before. exactly: with subnormals.
   __device__ __forceinline__ void add(float* sums, bool first, bool exactly) const {
-    if (lane() >= kLanes) return;
+    if (!any || lane() >= kLanes) return;
     float4* const at = reinterpret_cast<float4*>(sums) + lane();
     if (first) {
       ptx::st_cg(at, r);

@@ -21,7 +21,8 @@
 // before the count is raised. Up to 128 columns they come with it, through a place of which there
 // is but one: it is given back as soon as a warp has taken them, which waits for the turn of an
 // earlier step at most. Above, a warp of its own reads them in dS, and holds that until the turns
-// of earlier steps have come. So what is said above still holds.
+// of earlier steps have come. For a block without a centred row nothing is made or added, and every
+// barrier is waited for and arrived at as before. So what is said above still holds.
 #pragma once
 
 #include "sm90/row_sums.cuh"

@@ -9,6 +9,7 @@ namespace cuflash {
 
 constexpr int kSamples = 16;
 constexpr float kOfSamples = 0.5f / kSamples;  // what c is of their sum
+constexpr float kThreshold = 0.5f;             // THRESHOLD of emulation/center.py
 
 // The whole groups of keys that a row sees: none of length 0.
 struct Groups {
@@ -45,6 +46,31 @@ struct Groups {
       sum = make_float2(__fadd_rn(sum.x, low_half<Half>(x[t])),
                         __fadd_rn(sum.y, high_half<Half>(x[t])));
     return make_float2(__fmul_rn(sum.x, kOfSamples), __fmul_rn(sum.y, kOfSamples));
+  }
+};
+
+// Which rows of a key head are centred (sm80/backward_center.cu): a bit for each.
+struct Centered {
+  const u32* words;
+
+  template <class Params>
+  __device__ __forceinline__ static Centered of(const Params& params, i32 batch, i32 kv_head) {
+    const i64 head = batch * (params.heads / params.group) + kv_head;
+    return {params.centered + head * (params.pitch / 32)};
+  }
+
+  __device__ __forceinline__ bool row(i32 row) const {
+    return (words[row / 32] >> row % 32 & 1) != 0;
+  }
+
+  // Whether some row of a block is.
+  template <int kRows>
+  __device__ __forceinline__ bool any(i32 first_row) const {
+    if constexpr (kRows == 16) return (words[first_row / 32] >> first_row % 32 & 0xffff) != 0;
+    u32 bits = 0;
+#pragma unroll
+    for (int w = 0; w < kRows / 32; ++w) bits |= words[first_row / 32 + w];
+    return bits != 0;
   }
 };
 
