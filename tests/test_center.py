@@ -15,7 +15,7 @@ from cuflash import planner, sm80_backward, sm80_float32, sm90_backward
 from cuflash.sm80_forward import FIXED
 from emulation import attribute, oracle
 from emulation.backward import flash_vjp
-from emulation.center import SAMPLES, SHARE, sampled_keys
+from emulation.center import SAMPLES, SHARE, has_large_mean, sampled_keys
 from emulation.plan import BackwardPlan, Numerics, Plan, default_plan
 from emulation.problem import Array, Problem, numpy_dtype
 from emulation.samples import capture, sample
@@ -156,3 +156,41 @@ def test_workspaces_hold_a_sum_for_each_row() -> None:
             assert found.row_sums <= 3 * 256
             name = found.launches[-1].instantiation.name_expression
             assert name.endswith(",true>") == sums
+
+
+def test_the_rule_at_its_edge() -> None:
+    """Of 16 keys, 2 n - 16 of one sign more than of the other: (2 n - 16)^2 against 8 * 16."""
+    samples = np.ones((3, SAMPLES, 40))
+    samples[0, :3] = -1.0  # 10^2 < 128
+    samples[1, :2] = -1.0  # 12^2 > 128
+    samples[2] = 0.0
+    assert has_large_mean(samples).tolist() == [False, True, False]
+    for value in (np.nan, np.inf):
+        samples[1, 5, 33] = value
+        assert not has_large_mean(samples)[1]
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("value", [None, np.nan, np.inf])
+def test_rows_without_a_large_mean_are_plain(dtype: str, value: float | None) -> None:
+    """Bit for bit, beside rows of the same head that are centred: keys with a mean come first, then
+    keys that take it back, or one that is not finite.
+    """
+    q, k, v = sample("normal", n=128, d=16, dtype=dtype)
+    k = k.astype(np.float32)
+    k[:, :64] += 3.0
+    k[:, 64:] -= 3.0
+    keys = np.array([0, 127])
+    if value is not None:
+        last = sampled_keys(np.zeros(1, int), np.array([96]), 32)[0][0, -1]
+        k[:, last] = value
+        keys = np.array([0, last])
+    k = k.astype(q.dtype)
+    dout = sample("normal", n=128, d=16, dtype=dtype, seed=1)[0]
+    plain, centered = (
+        flash_vjp(q, k, v, dout, plan=plan, causal=True) for plan in plans_of(32, format=dtype)
+    )
+    assert not same_bits(plain[0][:, 31 : keys[1]], centered[0][:, 31 : keys[1]])
+    assert same_bits(plain[0][:, :31], centered[0][:, :31])
+    assert same_bits(plain[0][:, 127:], centered[0][:, 127:])
+    assert all(map(same_bits, plain[1:], centered[1:]))

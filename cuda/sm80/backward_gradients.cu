@@ -285,9 +285,11 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           params.q_strides.row, kBlockM, params.d, DK::row(), DK::column(), rows_seen);
     };
 
-    bool any_centered = false;  // whether some row of the block is
-    if constexpr (kCenter)
-      any_centered = Centered::of(params, batch, kv_head).any<kBlockM>(first_row);
+    // Whether some row of the block is centred: asked each time, rather than kept.
+    auto any_centered = [&] {
+      if constexpr (!kCenter) return false;
+      return Centered::of(params, batch, kv_head).template any<kBlockM>(ptx::opaque(first_row));
+    };
     // Sums of the rows of dS: its product with a column of ones. Warps take 16 rows each.
     auto row_sum = [&](int m) {
       return params.row_sums + static_cast<i64>(block_at) * kBlockM + m;
@@ -360,7 +362,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         }
       }
     };
-    if (any_centered) add_row_sums();
+    if (any_centered()) add_row_sums();
 #pragma unroll
     for (int slice = 0; slice < S::kSlices; ++slice) {
       const int row = DQ::row(), column = DQ::column() + slice * (S::kD / S::kSlices);
@@ -406,7 +408,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           sum[i].w = __fadd_rn(sum[i].w, x[3]);
         }
       }
-      if (any_centered && last) center(sum, slice);
+      if (last && any_centered()) center(sum, slice);
       if (DQ::busy()) {
         if (!last) {
 #pragma unroll

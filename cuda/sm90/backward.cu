@@ -37,7 +37,8 @@ struct BackwardShape {
                        kDOFull = kQEmpty + 16, kDOEmpty = kDOFull + 16, kDSFull = kDOEmpty + 16,
                        kDSEmpty = kDSFull + 16, kShareFull = kDSEmpty + 16,
                        kShareEmpty = kShareFull + 16, kRowsEmpty = kShareEmpty + 16,
-                       kSmallAt = kRowsEmpty + 8, kTicket = kSmallAt + 8, kBytes = kTicket + 8;
+                       kSmallAt = kRowsEmpty + 8, kTicket = kSmallAt + 8, kCentered = kTicket + 8,
+                       kBytes = kCentered + 16;
 };
 
 // kCenter: dQ is centred; not under a softcap.
@@ -173,15 +174,23 @@ __global__ void __launch_bounds__(kThreads, 1)
   // rows.
   constexpr bool kBothSum = kBlockM == 128;
   const bool sums_rows = kCenter && (kBothSum || mine == 0);
-  // centered: whether the step's block has a centred row.
-  bool centered = false;
+  // Whether a step's block has a centred row, kept in shared memory, as no register is left: a
+  // place for each warpgroup and stage, whose threads all write the same. A warpgroup meets at its
+  // turns, so that nobody still reads what was two steps before.
+  const u32 centered_at = base + S::kCentered + 8 * mine;
+  auto note_centered = [&](i32 of_step, i32 block) {
+    const bool any =
+        Centered::of(params, piece.batch, piece.kv_head).template any<kBlockM>(block * kBlockM);
+    ptx::st_shared(centered_at + 4 * (of_step % 2), any);
+  };
+  auto centered = [&](i32 of_step) { return ptx::ld_shared(centered_at + 4 * (of_step % 2)) != 0; };
   auto issue_share = [&](Accumulator<S::kPartM / 8>& dq, Accumulator<1>& rows, i32 step) {
     const u32 all = base + S::kDS + step % 2 * DS::kBytes, ds = descriptor(all + ds_queries, 16);
     ptx::fence_operands(dq);
     if constexpr (kCenter) ptx::fence_operands(rows);
     ptx::wgmma_fence();
     issue_transposed<kBf16, DS, kBlockN>(dq, k_columns, ds);
-    if (sums_rows && centered)
+    if (sums_rows && centered(step))
       issue_row_sums<kBf16, DS, kBlockN>(rows, kBothSum ? ds : descriptor(all, 16),
                                          base + S::kOnes);
     ptx::wgmma_commit_group();
@@ -217,7 +226,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (holds_small(dq)) ptx::st_shared(base + S::kSmallAt + 4 * i, kSmall);
     if (sums_rows) {
       ptx::mbarrier_wait(base + S::kRowsEmpty, of_step % 2 ^ 1);
-      if (centered)
+      if (centered(of_step))
         store_row_sums<kBothSum ? 64 : kBlockM>(base + S::kRows + (kBothSum ? mine * 64 * 4 : 0),
                                                 rows, thread);
     }
@@ -313,9 +322,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::fence_operands(dk);
     ptx::fence_operands(ds_half);
     arrive(base + S::kQEmpty + 8 * stage);
-    if constexpr (kCenter)
-      centered =
-          Centered::of(params, piece.batch, piece.kv_head).any<kBlockM>(walk.block * kBlockM);
+    if constexpr (kCenter) note_centered(step, walk.block);
     ++step;
     walk.next(piece);
   };
