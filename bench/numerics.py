@@ -85,9 +85,8 @@ def main() -> None:
     }
     names = list(ratios)
     for choice in CHOICES:
-        worst = names[
-            int(np.argmax([ratios[name][choice] for name in names]))
-        ]  # NaN if there is one
+        at = int(np.argmax([ratios[name][choice] for name in names]))  # of NaN if there is one
+        worst = names[at]
         print(f"{choice:32} worst {ratios[worst][choice]:.3f} on {worst}")
     largest = {name: float(np.max(errors)) for name, errors in lse_errors.items()}
     worst = names[int(np.argmax([largest[name] for name in names]))]

@@ -237,9 +237,9 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
       const u32 stage = v % kStages;
       ptx::mbarrier_wait(base + L::kVClean + 8 * stage, clean_parity >> stage & 1);
       clean_parity ^= 1u << stage;
-      // Read by the lane that will release the tile here, and with it the place of the mark.
-      const i32 mark = lane == rank ? ptx::ld_shared(base + L::kFound + 4 * stage) : 0;
-      return __shfl_sync(kWholeWarp, mark, rank) == static_cast<i32>(v);
+      const i32 mark = ptx::ld_shared(base + L::kFound + 4 * stage);
+      __syncwarp();
+      return mark == static_cast<i32>(v);
     };
     auto product = [&] {  // O takes P
       issue_output<S, P::kOnes>(o, p, base + L::kV + v % kStages * S::V::kBytes, base + L::kOnes);

@@ -269,6 +269,11 @@ def _end_workers() -> None:
     """End loky's processes now: nobody waits for what they do."""
     loky: Any = importlib.import_module("joblib.externals.loky")
     loky.get_reusable_executor().shutdown(wait=True, kill_workers=True)
+    # The thread that fed them may still let go of a semaphore; stopped midway by the end of the
+    # interpreter, it would leave one whose tracker complains.
+    for thread in threading.enumerate():
+        if "Feeder" in thread.name:
+            thread.join(timeout=2)
 
 
 def reach(address: str) -> None:
