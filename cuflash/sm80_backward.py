@@ -28,7 +28,7 @@ from cuflash.sm80_forward import (
 )
 from emulation.backward import gradient_scale
 from emulation.center import is_centered
-from emulation.plan import Plan
+from emulation.plan import BackwardPlan, Plan
 from emulation.problem import Problem
 from emulation.tiled import constants, machine_of
 
@@ -139,9 +139,15 @@ def center_launches(problem: Problem, plan: Plan) -> tuple[Launch, ...]:
     """What decides, before the gradients, which rows are centred, if any may be."""
     if not is_centered(plan, problem):
         return ()
-    name = f"cuflash::sm80::center<cuflash::{HALVES[plan.format]}>"
     warps = -(-centered_words(problem) // (THREADS // 32))
-    return (Launch(Instantiation("sm80/backward_center.cu", name), warps, THREADS),)
+    return (
+        Launch(Instantiation("sm80/backward_center.cu", center_name(plan.format)), warps, THREADS),
+    )
+
+
+def center_name(fmt: str) -> str:
+    """The kernel that says which rows are centred."""
+    return f"cuflash::sm80::center<cuflash::{HALVES[fmt]}>"
 
 
 def centered_words(problem: Problem) -> int:
@@ -315,11 +321,15 @@ def gradient_fields(problem: Problem, plan: Plan) -> dict[str, Any]:
 
 
 def instantiations() -> Iterable[Instantiation]:
-    """A representative list: every head dimension with default numerics."""
+    """A representative list: every head dimension with default numerics, with centred dQ and
+    without.
+    """
     for fmt in ("bfloat16", "float16"):
+        yield Instantiation("sm80/backward_center.cu", center_name(fmt))
         for d in (32, 64, 80, 96, 128, 192, 256):
-            plan = Plan(format=fmt)
-            tiles = dataclasses.replace(plan.backward, tile_n=128 if d <= 128 else 64)
-            plan = dataclasses.replace(plan, backward=tiles)
-            yield delta_kernel(plan, d).instantiation
-            yield gradient_kernel(plan, d, d, False, Limits()).instantiation
+            for center in (0, 32):
+                tiles = BackwardPlan(tile_n=128 if d <= 128 else 64, center=center)
+                plan = Plan(format=fmt, backward=tiles)
+                if center == 0:
+                    yield delta_kernel(plan, d).instantiation
+                yield gradient_kernel(plan, d, d, False, Limits()).instantiation

@@ -27,6 +27,10 @@ struct BackwardShape {
   static constexpr int kParts = 2;
   static constexpr int kPartM = K::kCount == 2 ? kBlockM : kBlockM / 2;
   static constexpr int kShareBytes = 2 * Part<kPartM>::kBytes;
+  // Steps whose marks are kept: when the loader writes that of step n + 8, consumers have left step
+  // n + 6. So they have handed out step n + 4, in the place of n + 2, which the warp that adds n
+  // and then n + 2 had read.
+  static constexpr int kMarks = 8;
   // Shared memory, in bytes from its start.
   static constexpr u32 kK = 0, kV = kK + K::kBytes, kQ = kV + V::kBytes, kDO = kQ + 2 * Q::kBytes,
                        kDS = kDO + 2 * DO::kBytes, kShare = kDS + 2 * DS::kBytes,
@@ -38,7 +42,7 @@ struct BackwardShape {
                        kDSEmpty = kDSFull + 16, kShareFull = kDSEmpty + 16,
                        kShareEmpty = kShareFull + 16, kRowsEmpty = kShareEmpty + 16,
                        kSmallAt = kRowsEmpty + 8, kTicket = kSmallAt + 8, kCentered = kTicket + 8,
-                       kBytes = kCentered + 16;
+                       kBytes = kCentered + 4 * kMarks;
 };
 
 // kCenter: dQ is centred; not under a softcap.
@@ -73,7 +77,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::mbarrier_init(base + S::kShareEmpty + 8 * i, 1);
       ptx::st_shared(base + S::kSmallAt + 4 * i, 0);
     }
-    ptx::mbarrier_init(base + S::kRowsEmpty, 1);
+    if constexpr (kCenter) ptx::mbarrier_init(base + S::kRowsEmpty, 1);
     ptx::fence_mbarrier_init();
     ptx::st_shared(base + S::kTicket, ticket);
   }
@@ -86,6 +90,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     return;
   }
   const Piece<kBlockM, kBlockN> piece(params, ticket);
+  // Of a step whose block has a centred row 2 or 3, in turn, else 0.
+  auto mark_of = [&](u32 step) {
+    return ptx::ld_shared(base + S::kCentered + 4 * (step % S::kMarks));
+  };
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<S::kLoaderRegs>();
@@ -103,18 +111,28 @@ __global__ void __launch_bounds__(kThreads, 1)
       load(params.v_map, base + S::kV, base + S::kKeysFull, V::kCount, V::kPanelBytes,
            piece.first_key, piece.kv_head);
       Walk walk = Walk::at(piece, params.group, 0);
+      i32 centered_steps = 0;
       for (i32 step = 0; step < piece.steps; ++step, walk.next(piece)) {
         const u32 stage = step % 2, parity = step / 2 % 2 ^ 1;
         const i32 row = walk.block * kBlockM;
         const i64 at =
             static_cast<i64>(piece.batch * params.heads + walk.head) * params.pitch + row;
         const u32 q_full = base + S::kQFull + 8 * stage, do_full = base + S::kDOFull + 8 * stage;
+        // Whether dQ of the block is centred: read early, told with dO.
+        bool any = false;
+        if constexpr (kCenter)
+          any = Centered::of(params, piece.batch, piece.kv_head).template any<kBlockM>(row);
         ptx::mbarrier_wait(base + S::kQEmpty + 8 * stage, parity);
         ptx::mbarrier_arrive_expect_tx(q_full, Q::kBytes + kBlockM * 4);
         load(params.q_map, base + S::kQ + stage * Q::kBytes, q_full, Q::kCount, Q::kPanelBytes, row,
              walk.head);
         ptx::bulk_load(base + S::kLse + stage * kBlockM * 4, params.lse2 + at, kBlockM * 4, q_full);
         ptx::mbarrier_wait(base + S::kDOEmpty + 8 * stage, parity);
+        if constexpr (kCenter) {
+          ptx::st_shared(base + S::kCentered + 4 * (step % S::kMarks),
+                         any ? 2 | centered_steps % 2 : 0);
+          centered_steps += any;
+        }
         ptx::mbarrier_arrive_expect_tx(do_full, DO::kBytes + kBlockM * 4);
         load(params.dout_map, base + S::kDO + stage * DO::kBytes, do_full, DO::kCount,
              DO::kPanelBytes, row, walk.head);
@@ -130,11 +148,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         const i32 block_at = (piece.batch * params.heads + walk.head) * blocks + walk.block;
         const i32 turn = turn_of<kBlockM, kBlockN>(params, piece.tile, walk.block);
         RowShare<S, kCenter> rows;
-        if constexpr (kCenter)
-          rows.any =
-              Centered::of(params, piece.batch, piece.kv_head).any<kBlockM>(walk.block * kBlockM);
         ptx::mbarrier_wait(base + S::kShareFull + 8 * mine, step / 2 % 2);
-        if constexpr (kCenter) {
+        if (kCenter && mark_of(step) != 0) {
           rows.take(base + S::kRows);
           __syncwarp();
           if (lane == 0) ptx::mbarrier_arrive(base + S::kRowsEmpty);
@@ -169,30 +184,12 @@ __global__ void __launch_bounds__(kThreads, 1)
                                       descriptor(base + S::kQ + step % 2 * Q::kBytes, 16));
     ptx::wgmma_commit_group();
   };
-  // dQ of a step: K^T dS^T, 64 columns of the head by kPartM queries; and sums of rows of dS: of
-  // this warpgroup's queries, or, of blocks of up to 64, of all by the first one, which reads 64
-  // rows.
-  constexpr bool kBothSum = kBlockM == 128;
-  const bool sums_rows = kCenter && (kBothSum || mine == 0);
-  // Whether a step's block has a centred row, kept in shared memory, as no register is left: a
-  // place for each warpgroup and stage, whose threads all write the same. A warpgroup meets at its
-  // turns, so that nobody still reads what was two steps before.
-  const u32 centered_at = base + S::kCentered + 8 * mine;
-  auto note_centered = [&](i32 of_step, i32 block) {
-    const bool any =
-        Centered::of(params, piece.batch, piece.kv_head).template any<kBlockM>(block * kBlockM);
-    ptx::st_shared(centered_at + 4 * (of_step % 2), any);
-  };
-  auto centered = [&](i32 of_step) { return ptx::ld_shared(centered_at + 4 * (of_step % 2)) != 0; };
-  auto issue_share = [&](Accumulator<S::kPartM / 8>& dq, Accumulator<1>& rows, i32 step) {
-    const u32 all = base + S::kDS + step % 2 * DS::kBytes, ds = descriptor(all + ds_queries, 16);
+  // dQ of a step: K^T dS^T, 64 columns of the head by kPartM queries.
+  auto issue_share = [&](Accumulator<S::kPartM / 8>& dq, i32 step) {
     ptx::fence_operands(dq);
-    if constexpr (kCenter) ptx::fence_operands(rows);
     ptx::wgmma_fence();
-    issue_transposed<kBf16, DS, kBlockN>(dq, k_columns, ds);
-    if (sums_rows && centered(step))
-      issue_row_sums<kBf16, DS, kBlockN>(rows, kBothSum ? ds : descriptor(all, 16),
-                                         base + S::kOnes);
+    issue_transposed<kBf16, DS, kBlockN>(
+        dq, k_columns, descriptor(base + S::kDS + step % 2 * DS::kBytes + ds_queries, 16));
     ptx::wgmma_commit_group();
   };
   // Warpgroups take turns: one computes P and dS while the other's products run.
@@ -210,9 +207,30 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::mbarrier_wait(base + S::kKeysFull, 0);
     if (params.masked) specials.look_at_keys();
   }
+  // Sums of rows of dS, where the block has a centred row: a product of its own, so that other
+  // steps look at their mark and do nothing more. Of this warpgroup's queries, or, of blocks of up
+  // to 64, of all by the first one, which reads 64 rows.
+  constexpr bool kBothSum = kBlockM == 128;
+  auto mark_to_sum = [&](i32 of_step) {
+    return kCenter && (kBothSum || mine == 0) ? mark_of(of_step) : 0;
+  };
+  auto sum_rows = [&](u32 mark, i32 of_step) {
+    float rows[2][1][2];
+    ptx::fence_operands(rows);
+    ptx::wgmma_fence();
+    issue_row_sums<kBf16, DS, kBlockN>(
+        rows,
+        descriptor(base + S::kDS + of_step % 2 * DS::kBytes + (kBothSum ? ds_queries : 0), 16),
+        base + S::kOnes);
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<0>();
+    ptx::fence_operands(rows);
+    arrive(base + S::kDSEmpty + 8 * (of_step % 2));
+    ptx::mbarrier_wait(base + S::kRowsEmpty, mark % 2 ^ 1);
+    store_row_sums<kBothSum, kBlockM>(base + S::kRows, rows);
+  };
   // dQ's way out. The product has been waited for.
-  auto hand_out = [&](Accumulator<S::kPartM / 8>& dq, const Accumulator<1>& rows, i32 of_step,
-                      bool in_keys) {
+  auto hand_out = [&](Accumulator<S::kPartM / 8>& dq, u32 mark, i32 of_step, bool in_keys) {
     const u32 i = of_step % 2, parity = of_step / 2 % 2;
     if (in_keys) {
       specials.add_keys(dq, shared + S::kDS + i * DS::kBytes, of_step,
@@ -220,16 +238,11 @@ __global__ void __launch_bounds__(kThreads, 1)
                         K::kCount == 2 ? 0 : mine * S::kPartM);
       __syncwarp();  // all lanes have read dS
     }
-    arrive(base + S::kDSEmpty + 8 * i);
+    if (mark == 0) arrive(base + S::kDSEmpty + 8 * i);
     ptx::mbarrier_wait(base + S::kShareEmpty + 8 * i, parity ^ 1);
     store_share(base + S::kShare + i * S::kShareBytes + share_at, dq);
     if (holds_small(dq)) ptx::st_shared(base + S::kSmallAt + 4 * i, kSmall);
-    if (sums_rows) {
-      ptx::mbarrier_wait(base + S::kRowsEmpty, of_step % 2 ^ 1);
-      if (centered(of_step))
-        store_row_sums<kBothSum ? 64 : kBlockM>(base + S::kRows + (kBothSum ? mine * 64 * 4 : 0),
-                                                rows, thread);
-    }
+    if (mark != 0) sum_rows(mark, of_step);
     ptx::fence_proxy_async();
     __syncwarp();
     arrive(base + S::kShareFull + 8 * i);
@@ -304,25 +317,24 @@ __global__ void __launch_bounds__(kThreads, 1)
 
     // dQ of the step before: meanwhile the other warpgroup has written its dS, too. In the first
     // step of a piece it is a product of whatever is there, and not used.
-    float dq[2][S::kPartM / 8][2], rows[2][1][2];
-    issue_share(dq, rows, step + 1);
+    float dq[2][S::kPartM / 8][2];
+    issue_share(dq, step + 1);
     ptx::fence_operands(dk);
     ptx::fence_operands(ds_half);
     ptx::wgmma_fence();
     issue_rows<kBf16>(dk, ds_half, descriptor(base + S::kQ + stage * Q::kBytes, Q::kPanelBytes));
     ptx::wgmma_commit_group();
+    const u32 mark = mark_to_sum(step - 1);
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(dq);
-    if constexpr (kCenter) ptx::fence_operands(rows);
     ptx::fence_operands(dv);
     ptx::fence_operands(p_half);
     arrive(base + S::kDOEmpty + 8 * stage);
-    if (step > 0) hand_out(dq, rows, step - 1, any && specials.in_keys);
+    if (step > 0) hand_out(dq, mark, step - 1, any && specials.in_keys);
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(dk);
     ptx::fence_operands(ds_half);
     arrive(base + S::kQEmpty + 8 * stage);
-    if constexpr (kCenter) note_centered(step, walk.block);
     ++step;
     walk.next(piece);
   };
@@ -336,13 +348,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   if (piece.steps > 0) {
     const i32 last = piece.steps - 1;
-    float dq[2][S::kPartM / 8][2], rows[2][1][2];
+    float dq[2][S::kPartM / 8][2];
     ptx::mbarrier_wait(base + S::kDSFull + 8 * (last % 2), last / 2 % 2);
-    issue_share(dq, rows, last);
+    issue_share(dq, last);
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(dq);
-    if constexpr (kCenter) ptx::fence_operands(rows);
-    hand_out(dq, rows, last, specials.in_keys);
+    hand_out(dq, mark_to_sum(last), last, specials.in_keys);
   }
 
   // -- dK and dV: in halves through the places of K and V ------------------------------------

@@ -73,12 +73,16 @@ struct Conversion {
     const Place place = Place::of(thread);
     float* const to = tile + place.column * kPitch + place.key;
     float4 x[kM / 8];
+    bool any = false;  // whether some row of the part is centred
     wait();
-    if (mine < end) load(x, mine);
+    if (mine < end) {
+      load(x, mine);
+      any = any_centered(mine);
+    }
 #pragma unroll 1
     for (i32 i = mine; i < end; i += kThreads / 128) {
       ptx::bar_sync(kWarpgroup + mine, 128);  // the part before has been written
-      if constexpr (kCenter) prepare(tile + kTile, i);
+      if (kCenter && any) prepare(tile + kTile, i);
 #pragma unroll
       for (int j = 0; j < kM / 8; ++j) {
         to[j * 8 * kPitch] = x[j].x;
@@ -87,8 +91,12 @@ struct Conversion {
         to[(j * 8 + 1) * kPitch + 8] = x[j].w;
       }
       ptx::bar_sync(kWarpgroup + mine, 128);
-      if (i + kThreads / 128 < end) load(x, i + kThreads / 128);
-      write(tile, i);
+      const bool here = any;
+      if (i + kThreads / 128 < end) {
+        load(x, i + kThreads / 128);
+        any = any_centered(i + kThreads / 128);
+      }
+      write(tile, i, here);
     }
   }
 
@@ -101,6 +109,12 @@ struct Conversion {
     const i32 flat_head = block / blocks;
     return {flat_head / params.heads, flat_head % params.heads,
             block % blocks * S::kBlockM + (kByQueries ? part * kM : 0), kByQueries ? 0 : part * 64};
+  }
+
+  __device__ __forceinline__ bool any_centered(i32 i) const {
+    if constexpr (!kCenter) return false;
+    const At here = at(i);
+    return Centered::of(params, here.batch, here.head / params.group).template any<kM>(here.row);
   }
 
   // To shared memory: c of the kinds of rows of a part, and of its rows the sums of dS less dLSE.
@@ -135,8 +149,8 @@ struct Conversion {
     }
   }
 
-  // A part from shared memory, whose rows are queries.
-  __device__ __forceinline__ void write(const float* tile, i32 i) const {
+  // A part from shared memory, whose rows are queries. any: some of them is centred.
+  __device__ __forceinline__ void write(const float* tile, i32 i, bool any) const {
     const At here = at(i);
 #pragma unroll 2
     for (int k = thread; k < kM * 8; k += 128) {
@@ -148,7 +162,7 @@ struct Conversion {
           params.dq_strides.at(here.batch, here.head, here.row + m) + here.column + column;
       float4 less = make_float4(0.0f, 0.0f, 0.0f, 0.0f), less_b = less;
       float r = 0.0f;
-      if constexpr (kCenter) {
+      if (kCenter && any) {
         const float* const beside = tile + kTile;
         r = -beside[kRowSums + m];
         const float* const c = beside + __float_as_int(beside[kRowSums + kM + m]) * 64 + column;
@@ -158,7 +172,7 @@ struct Conversion {
       // The first share was stored, not added to 0: -0 + 0 is 0.
       auto out = [&](float y, float c) {
         y = __fadd_rn(y, 0.0f);
-        if constexpr (kCenter) y = __fmaf_rn(r, c, y);
+        if constexpr (kCenter) y = __fmaf_rn(r, c, y);  // y, if both are 0
         return __fmul_rn(y, params.scale);
       };
       const float4 x = make_float4(out(a.x, less.x), out(a.y, less.y), out(a.z, less.z),

@@ -1,7 +1,7 @@
 // Sums of the rows of dS, for centred dQ (emulation/center.py): a tile times a column of ones, from
 // zero, added in fp32 where and when the tile's share of dQ is. Up to 128 columns of the head a
-// warpgroup makes them beside its share; above one more warp does, which has few registers: loops
-// stay loops, and what follows from the thread's index is not kept.
+// warpgroup makes them when it has stored its share; above one more warp does. Few registers are
+// left for either: loops stay loops, and what follows from the thread's index is not kept.
 #pragma once
 
 #include "sm90/gradient.cuh"
@@ -32,29 +32,31 @@ __device__ __forceinline__ void issue_row_sums(Accumulator<1>& rows, u32 a, u32 
   }
 }
 
-// Of a product's 64 rows, of which kRows exist. All its columns are alike.
-template <int kRows>
-__device__ __forceinline__ void store_row_sums(u32 to, const Accumulator<1>& rows, int thread) {
-  const Place place = Place::of(thread);
-  if (place.column != 0 || (kRows < 64 && place.key >= kRows)) return;
-  ptx::st_shared(to + 4 * place.key, __float_as_int(rows[0][0][0]));
-  ptx::st_shared(to + 4 * (place.key + 8), __float_as_int(rows[1][0][0]));
+// Of a product's rows, of which kRows exist: 64, or 64 of each consumer warpgroup. All its columns
+// are alike.
+template <bool kBoth, int kRows>
+__device__ __forceinline__ void store_row_sums(u32 to, const Accumulator<1>& rows) {
+  const u32 thread = ptx::thread_index() - 128;
+  const u32 row = (kBoth ? thread / 32 : thread / 32 % 4) * 16 + thread % 32 / 4;
+  if (thread % 4 != 0 || row >= kRows) return;
+  ptx::st_shared(to + 4 * row, __float_as_int(rows[0][0][0]));
+  ptx::st_shared(to + 4 * (row + 8), __float_as_int(rows[1][0][0]));
 }
 
-// By the warp that adds the share. Empty unless kOn; nothing is taken or added of a block without a
-// centred row.
+// By the warp that adds the share. Empty unless kOn, and of a block without a centred row.
 template <class S, bool kOn_>
 struct RowShare {
   static constexpr bool kOn = kOn_;
   static constexpr int kLanes = S::kBlockM / 4;  // a lane has four rows
   float4 r;
-  bool any;  // whether some row of the block is centred
+  bool any = false;  // whether some row of the block is centred
 
   __device__ __forceinline__ static int lane() { return ptx::thread_index() % 32; }
 
   __device__ __forceinline__ void take(u32 from) {
+    any = true;
     r = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (any && lane() < kLanes) r = ptx::ld_shared_v4(from + 16 * lane());
+    if (lane() < kLanes) r = ptx::ld_shared_v4(from + 16 * lane());
   }
 
   __device__ __forceinline__ bool small() const {
@@ -64,7 +66,7 @@ struct RowShare {
 
   // first: nothing was added before. exactly: with subnormals.
   __device__ __forceinline__ void add(float* sums, bool first, bool exactly) const {
-    if (!any || lane() >= kLanes) return;
+    if (lane() >= kLanes) return;
     float4* const at = reinterpret_cast<float4*>(sums) + lane();
     if (first) {
       ptx::st_cg(at, r);

@@ -21,8 +21,8 @@
 // before the count is raised. Up to 128 columns they come with it, through a place of which there
 // is but one: it is given back as soon as a warp has taken them, which waits for the turn of an
 // earlier step at most. Above, a warp of its own reads them in dS, and holds that until the turns
-// of earlier steps have come. For a block without a centred row nothing is made or added, and every
-// barrier is waited for and arrived at as before. So what is said above still holds.
+// of earlier steps have come. So what is said above still holds. For a block without a centred row
+// nothing is made or added, nor a place waited for.
 #pragma once
 
 #include "sm90/row_sums.cuh"
@@ -105,7 +105,7 @@ __device__ __forceinline__ void add_share(const BackwardParams& params, i32 bloc
     ptx::fence_proxy_async_all();  // what was added before, or stored, comes before what we add
   }
   mark = __shfl_sync(kWholeWarp, mark, 0);
-  if constexpr (Rows::kOn) {
+  if (Rows::kOn && rows.any) {
     if (rows.small()) mark |= kSmall;
     rows.add(params.row_sums + static_cast<i64>(block_at) * kBlockM, turn == 0, mark != 0);
   }
@@ -125,7 +125,7 @@ __device__ __forceinline__ void add_share(const BackwardParams& params, i32 bloc
     ptx::cp_async_bulk_commit_group();
     ptx::cp_async_bulk_wait_group_read<0>();
   }
-  if constexpr (Rows::kOn) __syncwarp();
+  if (Rows::kOn && rows.any) __syncwarp();
   if (lane == 0) {
     ptx::st_shared(small_at, 0);
     ptx::mbarrier_arrive(empty);
