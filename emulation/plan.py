@@ -148,7 +148,8 @@ class BackwardPlan:
     #: neighbours first.
     delta_join: Literal["halves", "neighbours"] = "halves"
     #: dQ less what the sums of its rows of dS, 0 in real arithmetic, make of a mean key (`center`):
-    #: of keys that the row sees in whole groups of so many, a multiple of 16. 0: no such step.
+    #: of keys that the row sees in whole groups of so many, a multiple of 16; in rows whose keys
+    #: have much in common (`emulation.center`). 0: no such step.
     center: int = 0
 
     def __post_init__(self) -> None:
@@ -383,6 +384,9 @@ class Plan:
 #: Keys per tile of our Hopper forward, by head dimension: what fits beside Q and two stages of K
 #: and V in 227 kB of shared memory and in the accumulators' registers.
 TILE_N = {64: 128, 128: 128, 192: 96, 256: 80}
+#: `BackwardPlan.center` of our kernels: short groups, so that a causal row is centred early and of
+#: nearly all keys that it sees.
+CENTER = 32
 #: Of float32 inputs, whose operands take 6 bytes an element: keys per tile, forward and backward,
 #: and queries per tile of the backward.
 TILE_FLOAT32 = {64: 64, 128: 32, 256: 32}
@@ -409,13 +413,23 @@ def default_plan(
     limit = 14 if problem.dtype == "float16" else 30
     if fields.get("state") == "float16":
         limit = 4
+    # R of a half state would be as coarse as dS itself.
+    center = default_center(problem) if fields.get("state", "float32") == "float32" else 0
     plan = Plan(
         numerics=Numerics.of(numerics),
         format=problem.dtype,  # type: ignore[arg-type]  # checked by Problem
         tile_n=tile_n,
         stale_limit=limit,
+        backward=BackwardPlan(center=center),
     )
     return dataclasses.replace(plan, **fields)
+
+
+def default_center(problem: Problem) -> int:
+    """`BackwardPlan.center` of our kernels for this problem: 0 where dQ stays plain in any case
+    (under a softcap), or no dS is rounded (float32).
+    """
+    return 0 if problem.dtype == "float32" or problem.softcap is not None else CENTER
 
 
 def _default_float32(width: int, numerics: Numerics | dict[str, Any] | None) -> Plan:
