@@ -20,6 +20,7 @@ from emulation.plan import BackwardPlan, Numerics, Plan, default_plan
 from emulation.problem import Array, Problem, numpy_dtype
 from emulation.samples import capture, sample
 from tests.cases import same_bits
+from tests.on_gpu import uneven_means
 from tests.test_attribution import assert_closes
 
 HALF = ["float16", "bfloat16"]
@@ -168,6 +169,25 @@ def test_the_rule_at_its_edge() -> None:
     for value in (np.nan, np.inf):
         samples[1, 5, 33] = value
         assert not has_large_mean(samples)[1]
+
+
+@pytest.mark.parametrize("d", [64, 256])
+@pytest.mark.parametrize("n", [300, 333])
+def test_heads_that_gpu_tests_centre_in_part(n: int, d: int) -> None:
+    """All rows that see a whole group of keys, none, late ones, early ones; and blocks of 64 rows
+    that have both kinds.
+    """
+    k = uneven_means(sample("normal", n=n, d=d, heads=4, dtype="bfloat16", seed=1)[1])
+    keys, kind, has = sampled_keys(np.zeros(n, int), np.arange(1, n + 1), 32)
+    rows = [has & has_large_mean(x[keys])[kind] for x in k]
+    assert rows[0].tolist() == has.tolist() == [i >= 31 for i in range(n)]
+    assert not rows[1].any()
+    assert not rows[2][: n * 2 // 5].any()
+    assert rows[2][-40:].all()
+    assert rows[3][31 : n // 2].all()
+    assert not rows[3][-40:].any()
+    for h in (2, 3):
+        assert any(0 < rows[h][i : i + 64].sum() < 64 for i in range(0, n - 64, 64))
 
 
 @pytest.mark.parametrize("dtype", HALF)

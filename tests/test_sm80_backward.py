@@ -21,7 +21,7 @@ from emulation.flash import flash_forward
 from emulation.plan import BackwardPlan, Numerics, Plan
 from emulation.problem import Array, Problem
 from emulation.samples import sample
-from tests.on_gpu import assert_same
+from tests.on_gpu import assert_same, uneven_means
 
 gpu = pytest.mark.gpu
 
@@ -217,6 +217,20 @@ def test_centered(d: int, numerics: dict[str, str]) -> None:
 
 
 @gpu
+@pytest.mark.parametrize("numerics", [{}, {"out": "float32"}, {"p": "split"}], ids=str)
+@pytest.mark.parametrize("masks", [{}, {"causal": True}, {"window": (100, 30)}], ids=str)
+@pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
+def test_centered_in_some_rows(d: int, masks: dict[str, Any], numerics: dict[str, str]) -> None:
+    """Heads with and without, and blocks that have rows of both kinds."""
+    table = planner.BACKWARD_SMALL if numerics else planner.BACKWARD["sm80"]
+    tile_m, tile_n = next(tiles for width, tiles in table.items() if d <= width)
+    tiles = BackwardPlan(tile_m=tile_m, tile_n=tile_n, dq_order="descending", center=32)
+    q = sample("normal", n=320, d=d, heads=8, dtype="float16")[0]
+    k, v = sample("normal", n=333, d=d, heads=4, dtype="float16", seed=1)[1:]
+    check((q, uneven_means(k), v), plan_of("float16", numerics, tiles), dlse=True, **masks)
+
+
+@gpu
 @pytest.mark.parametrize("tile_m", [16, 32, 64, 128])
 @pytest.mark.parametrize("tile_n", [16, 80, 128])
 @pytest.mark.parametrize("center", [16, 48, 64, 1024])
@@ -224,7 +238,8 @@ def test_groups_of_any_size(tile_m: int, tile_n: int, center: int) -> None:
     """Of keys that a mean is of: of more kinds than there is room for at once, or of none."""
     tiles = BackwardPlan(tile_m=tile_m, tile_n=tile_n, center=center)
     for d in (64, 128):
-        inputs = sample("peaked", n=150, n_k=270, d=d, dtype="float16")
+        q, k, v = sample("peaked", n=150, n_k=270, d=d, dtype="float16")
+        inputs = q, (k.astype(np.float32) + 3).astype(k.dtype), v
         plan = plan_of("float16", {"accumulate": "promoted"}, tiles)
         if d == 64 or tile_m < 128:
             check(inputs, plan, causal=True, dlse=True)

@@ -22,7 +22,7 @@ from emulation.backward import flash_vjp
 from emulation.plan import BackwardPlan, Numerics, Plan
 from emulation.problem import Array, Problem
 from emulation.samples import sample
-from tests.on_gpu import assert_same, dout_of
+from tests.on_gpu import assert_same, dout_of, uneven_means
 from tests.test_sm80_backward import check as check_launcher
 from tests.test_sm90_forward import FAILURES, hopper
 
@@ -225,13 +225,34 @@ def test_centered(d: int, masks: dict[str, Any]) -> None:
 
 
 @gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("masks", [*MASKS, {"causal": "top-left"}], ids=str)
+@pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
+def test_centered_in_some_rows(d: int, masks: dict[str, Any], dtype: str) -> None:
+    """Heads with and without, and steps, blocks and CTAs that have rows of both kinds."""
+    q = sample("normal", n=520, d=d, heads=8, dtype=dtype)[0]
+    k, v = sample("normal", n=530, d=d, heads=4, dtype=dtype, seed=1)[1:]
+    for numerics in ({}, {"out": "float32"}):
+        check((q, uneven_means(k), v), plan_of(dtype, d, numerics, center=32), dlse=True, **masks)
+
+
+@gpu
+@pytest.mark.parametrize(("d", "shape"), SHAPES, ids=str)
+def test_centered_in_any_shape(d: int, shape: Shape) -> None:
+    q, k, v = sample("normal", n=500, d=d, heads=4, dtype="bfloat16")
+    check((q, uneven_means(k), v), plan_of("bfloat16", d, center=32), shape, causal=True)
+
+
+@gpu
 @pytest.mark.parametrize("center", [16, 48, 64, 1024])
 @pytest.mark.parametrize(("d", "shape"), [*SHAPES, (256, None)], ids=str)
 def test_groups_of_any_size(d: int, shape: Shape | None, center: int) -> None:
     """Of keys that a mean is of: of as many kinds as there may be in a block, or of none."""
     plan = plan_of("bfloat16", d, center=center)
+    q, k, v = sample("outlier", n=300, n_k=350, d=d, dtype="bfloat16")
+    k = (k.astype(np.float32) + 3).astype(k.dtype)
     for masks in ({"causal": True}, {"window": (90, 20)}):
-        check(sample("outlier", n=300, n_k=350, d=d, dtype="bfloat16"), plan, shape, **masks)
+        check((q, k, v), plan, shape, **masks)
 
 
 @gpu
@@ -241,6 +262,7 @@ def test_groups_of_any_size(d: int, shape: Shape | None, center: int) -> None:
 def test_centered_where_value_width_differs(widths: tuple[int, int]) -> None:
     d, d_v = widths
     q, k, _ = sample("normal", n=200, d=d, dtype="bfloat16")
+    k = (k.astype(np.float32) + 3).astype(k.dtype)
     v = sample("normal", n=200, d=d_v, dtype="bfloat16", seed=2)[2]
     plan = plan_of("bfloat16", max(widths), center=32)
     check((q, k, v), plan, causal=True)
@@ -253,6 +275,7 @@ def test_centered_where_value_width_differs(widths: tuple[int, int]) -> None:
 def test_small_gradients_centered(d: int, exponent: int) -> None:
     """Sums of rows of dS are subnormal, of all rows and of some."""
     q, k, v = sample("normal", n=300, n_k=400, d=d, dtype="bfloat16")
+    k = (k.astype(np.float32) + 3).astype(k.dtype)
     plan = plan_of("bfloat16", d, {"out": "float32"}, center=32)
     for rows in (slice(None), slice(0, None, 3)):
         dout = dout_of(q, v).astype(np.float32)
