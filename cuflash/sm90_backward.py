@@ -16,16 +16,14 @@ from cuflash.launch import Instantiation, Launch, packed, run, tail_of
 from cuflash.planner import runs_hopper_backward
 from cuflash.problem import GpuProblem
 from cuflash.sm80_backward import (
-    CENTER_PARAMS,
     DELTA_PARAMS,
-    center_launches,
     centered_words,
     check_orders,
-    delta_kernel,
+    delta_launch,
     gradient_fields,
     pitch_of,
 )
-from cuflash.sm80_forward import BAND, HALVES, STRIDES, THREADS, check_plan, flag
+from cuflash.sm80_forward import BAND, HALVES, STRIDES, check_plan, flag
 from cuflash.sm90_forward import is_masked, panels, width_of
 from cuflash.tensor_map import BYTES as MAP_BYTES
 from cuflash.tensor_map import tensor_map
@@ -177,10 +175,8 @@ def _prepared(p: Problem, plan: Plan, shape: Shape | None, processors: int) -> _
         "interleave": interleaved_heads(p, tiles, processors),
         "pieces": pieces,
     }
-    ones = delta_kernel(plan, p.d_v)
     launches = (
-        Launch(ones.instantiation, -(-p.heads * pitch_of(p.n_q) // ones.rows), THREADS),
-        *center_launches(p, plan),
+        delta_launch(p, plan),
         Launch(
             backward_instantiation(plan, p.d, p.d_v, softcap, s),
             pieces + -(-blocks // (CONVERT_PARTS // parts)),
@@ -190,7 +186,7 @@ def _prepared(p: Problem, plan: Plan, shape: Shape | None, processors: int) -> _
     )
     return _Prepared(
         launches=launches,
-        tails=tuple(tail_of(x, fields) for x in (DELTA_PARAMS, FIELDS, CENTER_PARAMS)),
+        tails=tuple(tail_of(x, fields) for x in (DELTA_PARAMS, FIELDS)),
         boxes=(s.rows, keys, keys, s.rows, 64, 64),
         sums=blocks * parts * part_rows(p.d, s) * 64,
         row_sums=blocks * s.rows if is_centered(plan, p) else 0,
@@ -225,15 +221,15 @@ def backward(
         for x, n in zip(mapped, found.boxes, strict=True)
     )
     centered = cp.empty(centered_words(p.shapes), np.uint32) if found.row_sums else None
-    ones = packed(DELTA_PARAMS, (dout, out, rest), (lse, dlse, lse2, delta), found.tails[0])
+    plain = (lse, dlse, lse2, delta, centered)
+    ones = packed(DELTA_PARAMS, (dout, out, rest, p.k), plain, found.tails[0])
     work = (lse2, delta, sums, counts, counts[-1:], row_sums, dlse, centered)
     fields = packed(FIELDS, (p.q, p.k, dout, dq, dk, dv), work, found.tails[1])
     params = bytearray(PARAMS.itemsize)
     params[: len(maps)] = maps
     params[len(maps) : len(maps) + FIELDS.itemsize] = fields.tobytes()
     touched = (p.q, p.k, p.v, dout, out, rest, lse, dq, dk, dv, *work)
-    rule = () if centered is None else (packed(CENTER_PARAMS, (p.k,), (centered,), found.tails[2]),)
-    run(found.launches, (ones, *rule, np.frombuffer(params, PARAMS)), p.device, touched)
+    run(found.launches, (ones, np.frombuffer(params, PARAMS)), p.device, touched)
 
 
 def instantiations() -> Iterable[Instantiation]:

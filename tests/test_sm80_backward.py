@@ -295,7 +295,7 @@ def test_nothing_spills(
     limits = sm80_backward.Limits(101_376 if small else 166_912 if arch == "sm_80" else 232_448)
     plan = Plan(format="bfloat16", backward=BackwardPlan(*table[d], center=center))
     kernels = [
-        sm80_backward.delta_kernel(plan, d),
+        sm80_backward.delta_kernel(plan, d, False),
         sm80_backward.gradient_kernel(plan, d, d, False, limits),
     ]
     for kernel in kernels:

@@ -49,7 +49,7 @@ struct Groups {
   }
 };
 
-// Which rows of a key head are centred (sm80/backward_center.cu): a bit for each.
+// Which rows of a key head are centred (sm80/chosen_rows.cuh): a bit for each.
 struct Centered {
   const u32* words;
 

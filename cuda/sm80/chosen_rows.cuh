@@ -1,19 +1,11 @@
-// Before the gradients, where dQ may be centred: which rows are (emulation/center.py,
-// has_large_mean). A warp decides for 32 rows of a key head; all query heads of its group share it.
+// Which rows of dQ are centred (emulation/center.py, has_large_mean): decided before the gradients,
+// beside delta. A warp decides for 32 rows of a key head; all query heads of its group share it.
+#pragma once
+
 #include "ptx/special.cuh"
 #include "tile/center.cuh"
 
 namespace cuflash::sm80 {
-
-constexpr int kThreads = 128;
-
-struct CenterParams {
-  const u16* k;
-  u32* centered;  // (batch * key heads, pitch / 32): a bit for each row
-  Strides k_strides;
-  Band band;
-  i32 kv_heads, d, pitch, center, words;  // words: of all heads
-};
 
 // Whether the keys sampled of these groups have a large mean. keys: key 0. By a whole warp.
 template <class Half>
@@ -23,7 +15,7 @@ __device__ __forceinline__ bool has_large_mean(const Groups& groups, const u16* 
 #pragma unroll 1
   for (i32 n = threadIdx.x % 32; n < d; n += 32) {
     float total = 0.0f, size = 0.0f;
-#pragma unroll
+#pragma unroll 8
     for (int t = 0; t < kSamples; ++t) {
       const float x = low_half<Half>(keys[groups.sample(t) * row_stride + n]);
       total = __fadd_rn(total, x);
@@ -40,9 +32,9 @@ __device__ __forceinline__ bool has_large_mean(const Groups& groups, const u16* 
   return of_mean > __fmul_rn(kSamples * kThreshold, of_keys);
 }
 
-template <class Half>
-__global__ void __launch_bounds__(kThreads) center(const __grid_constant__ CenterParams params) {
-  const i32 word = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
+// By a warp: the bits of 32 rows, number `word` of all heads.
+template <class Half, class Params>
+__device__ __forceinline__ void choose_rows(const Params& params, i32 word) {
   if (word >= params.words) return;
   const i32 words = params.pitch / 32, flat_head = word / words, row = word % words * 32;
   const u16* const keys =
