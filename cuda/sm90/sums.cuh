@@ -20,9 +20,10 @@
 // Sums of the rows of dS (sm90/row_sums.cuh), where dQ is centred, are added when the share is,
 // before the count is raised. Up to 128 columns they come with it, through a place of which there
 // is but one: it is given back as soon as a warp has taken them, which waits for the turn of an
-// earlier step at most. Above, a warp of its own reads them in dS, and holds that until the turns
-// of earlier steps have come. So what is said above still holds. For a block without a centred row
-// nothing is made or added, nor a place waited for.
+// earlier step at most. So does dS, which is summed when the share has found its place. Above, a
+// warp of its own reads them in dS, and holds that until the turns of earlier steps have come. So
+// what is said above still holds. For a block without a centred row nothing is made or added, nor a
+// place waited for.
 #pragma once
 
 #include "sm90/row_sums.cuh"
