@@ -4,7 +4,7 @@
 
 Two heads, D = 64, causal, N up to 128k: a forward takes LSE (4 bytes a row); a forward whose
 gradient will be asked for also what rounding O left; a backward its results, 8 bytes a row and, of
-halves, dQ in float32. Never anything that grows with N squared.
+halves, dQ in float32 and 4 bytes a row more. Never anything that grows with N squared.
 """
 
 from __future__ import annotations

@@ -107,7 +107,9 @@ def attention_vjp(
     Returns (what `attention` returns, vjp), with vjp(dout, dlse=None) -> (dq, dk, dv): dout like
     out but in q's dtype, dlse float32 like lse; the gradients like q, k and v (float32 under
     numerics out="float32"). q, k, v and out must keep their values until the last call of vjp.
-    Deterministic. Other arguments and errors as in `attention`; vjp checks dout and dlse likewise.
+    Deterministic. In half formats dq of rows whose keys have a large common mean is centred
+    (`emulation.center`). Other arguments and errors as in `attention`; vjp checks dout and dlse
+    likewise.
 
     >>> x = np.eye(4, 16, dtype=np.float16)
     >>> out, vjp = attention_vjp(x, x, x, causal=True)

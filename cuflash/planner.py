@@ -8,7 +8,7 @@ from typing import Any
 
 from cuflash.problem import GpuProblem
 from emulation.plan import TILE_N as TILE_N_HOPPER
-from emulation.plan import BackwardPlan, Numerics, Plan, default_plan
+from emulation.plan import BackwardPlan, Numerics, Plan, default_center, default_plan
 from emulation.problem import Problem
 
 #: Rule of the tensor core (`emulation.tensor_core.RULES`) by architecture. sm_120 has no
@@ -137,5 +137,7 @@ def _plan(shapes: Problem, arch: str, numerics: Numerics | None) -> Plan:
         found = BACKWARD_SMALL if arch in SMALL else BACKWARD["sm80"]
         rows, keys = next(tile for d, tile in found.items() if width <= d)
         # A causal tile of keys starts at its diagonal: a block of rows meets late keys first.
-        tiles = BackwardPlan(tile_m=rows, tile_n=keys, dq_order="descending")
+        tiles = BackwardPlan(
+            tile_m=rows, tile_n=keys, dq_order="descending", center=default_center(shapes)
+        )
     return default_plan(shapes, numerics, arch=RULES[arch], tile_n=tile, backward=tiles)

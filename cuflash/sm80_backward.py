@@ -27,14 +27,18 @@ from cuflash.sm80_forward import (
     flag,
 )
 from emulation.backward import gradient_scale
-from emulation.plan import Plan
+from emulation.center import is_centered
+from emulation.plan import BackwardPlan, Plan
 from emulation.problem import Problem
 from emulation.tiled import constants, machine_of
 
 DELTA_PARAMS = np.dtype(
-    [(name, np.uint64) for name in ("dout", "out", "rest", "lse", "dlse", "lse2", "delta")]
-    + [(f"{name}_strides", STRIDES) for name in ("dout", "out", "rest")]
-    + [(name, np.int32) for name in ("batch", "heads", "n_q", "d_v", "pitch")],
+    [(name, np.uint64) for name in ("dout", "out", "rest", "k")]
+    + [(name, np.uint64) for name in ("lse", "dlse", "lse2", "delta", "centered")]
+    + [(f"{name}_strides", STRIDES) for name in ("dout", "out", "rest", "k")]
+    + [("band", BAND)]
+    + [(name, np.int32) for name in ("batch", "heads", "n_q", "d_v", "pitch")]
+    + [(name, np.int32) for name in ("kv_heads", "d", "center", "words", "rule_ctas")],
     align=True,
 )
 TENSORS = ("q", "k", "v", "dout", "dq", "dk", "dv")
@@ -54,7 +58,8 @@ def gradient_params(workspaces: Sequence[str], *more: str) -> np.dtype[Any]:
     )
 
 
-GRADIENT_PARAMS = gradient_params(("lse2", "delta", "sums", "turns", "tickets"), "interleave")
+WORKSPACES = ("lse2", "delta", "sums", "turns", "tickets", "row_sums", "dlse", "centered")
+GRADIENT_PARAMS = gradient_params(WORKSPACES, "interleave", "center")
 
 #: The fields of a BackwardPlan that all kernels fix, and how.
 FIXED_BACKWARD: dict[str, Any] = {
@@ -107,8 +112,9 @@ def backward_arithmetic(plan: Plan) -> str:
 
 
 def tail(plan: Plan, softcap: bool) -> str:
-    """The last template arguments."""
-    return f"{flag(softcap)},{flag(plan.numerics.out == 'float32')}"
+    """The last template arguments: float32 gradients, centred dQ."""
+    center = plan.backward.center > 0 and not softcap
+    return f"{flag(plan.numerics.out == 'float32')},{flag(center)}"
 
 
 def delta_chunks(d_v: int) -> int:
@@ -119,12 +125,30 @@ def delta_chunks(d_v: int) -> int:
     return chunks
 
 
-def delta_kernel(plan: Plan, d_v: int) -> Kernel:
-    """delta and LSE in log2 units."""
+def delta_kernel(plan: Plan, d_v: int, softcap: bool) -> Kernel:
+    """delta and LSE in log2 units, and which rows of dQ are centred, if any may be."""
     chunks = delta_chunks(d_v)
-    out = flag(plan.numerics.out == "float32")
-    name = f"cuflash::sm80::delta<cuflash::{HALVES[plan.format]},{chunks},{out}>"
+    name = f"cuflash::sm80::delta<cuflash::{HALVES[plan.format]},{chunks},{tail(plan, softcap)}>"
     return Kernel(Instantiation("sm80/backward_delta.cu", name), THREADS // chunks)
+
+
+def delta_launch(problem: Problem, plan: Plan) -> Launch:
+    """delta of all rows."""
+    kernel = delta_kernel(plan, problem.d_v, problem.softcap is not None)
+    rows = problem.heads * pitch_of(problem.n_q)
+    grid = rule_ctas(problem, plan) - (-rows // kernel.rows)
+    return Launch(kernel.instantiation, grid, THREADS)
+
+
+def rule_ctas(problem: Problem, plan: Plan) -> int:
+    """CTAs of the delta kernel that decide which rows are centred, a warp for 32 of them."""
+    warps = centered_words(problem) if is_centered(plan, problem) else 0
+    return -(-warps // (THREADS // 32))
+
+
+def centered_words(problem: Problem) -> int:
+    """32-bit words that have a bit for each row of each key head."""
+    return problem.heads // problem.group * pitch_of(problem.n_q) // 32
 
 
 def width_of(width: int) -> int:
@@ -150,7 +174,7 @@ def gradient_kernel(plan: Plan, d: int, d_v: int, softcap: bool, limits: Limits)
     shape = f"cuflash::{HALVES[plan.format]},{d},{d_v},{m},{keys},{warps},{stages},{parts}"
     name = (
         f"cuflash::sm80::gradients<cuflash::sm80::GradientShape<{shape}>,"
-        f"{backward_arithmetic(plan)},{tail(plan, softcap)}>"
+        f"{backward_arithmetic(plan)},{flag(softcap)},{tail(plan, softcap)}>"
     )
     instantiation = Instantiation("sm80/backward_gradients.cu", name)
     return Kernel(instantiation, m, shared + stages * stage, warps)
@@ -201,27 +225,33 @@ def backward(
     found = _prepared(p.shapes, plan, Limits.of_device(p.device))
     lse2, delta = cp.empty((2, p.batch * p.heads, pitch_of(p.n_q)), np.float32)
     sums = cp.empty(found.sums, np.float32)
+    row_sums = cp.empty(found.row_sums, np.float32) if found.row_sums else None
     counts = cp.zeros(found.blocks + 1, np.int32)
-    ones = packed(DELTA_PARAMS, (dout, out, rest), (lse, dlse, lse2, delta), found.delta_tail)
-    work = (lse2, delta, sums, counts, counts[-1:])
+    centered = cp.empty(centered_words(p.shapes), np.uint32) if found.row_sums else None
+    ones = packed(
+        DELTA_PARAMS, (dout, out, rest, p.k), (lse, dlse, lse2, delta, centered), found.delta_tail
+    )
+    work = (lse2, delta, sums, counts, counts[-1:], row_sums, dlse, centered)
     arrays = (p.q, p.k, p.v, dout, dq, dk, dv)
     params = packed(GRADIENT_PARAMS, arrays, work, found.tail)
     if found.unseen:
         dq.fill(0)
-    touched = (*arrays, *work, out, rest, lse, dlse)
+    touched = (*arrays, *work, out, rest, lse)
     run(found.launches, (ones, params), p.device, touched)
 
 
 @dataclass(frozen=True)
 class _Prepared:
     """What a backward needs beside its arrays: launches, the tails of both structs, elements of
-    the sums of dQ, blocks of rows of all heads, and whether some row sees nothing.
+    the sums of dQ and of those of rows of dS, blocks of rows of all heads, and whether some row
+    sees nothing.
     """
 
-    launches: tuple[Launch, Launch]
+    launches: tuple[Launch, ...]
     delta_tail: tuple[Any, ...]
     tail: tuple[Any, ...]
     sums: int
+    row_sums: int
     blocks: int
     unseen: bool
 
@@ -229,7 +259,6 @@ class _Prepared:
 @functools.lru_cache(maxsize=256)
 def _prepared(problem: Problem, plan: Plan, limits: Limits) -> _Prepared:
     p = problem
-    first = delta_kernel(plan, p.d_v)
     kernel = gradient_kernel(plan, p.d, p.d_v, p.softcap is not None, limits)
     check_backward(plan, kernel, limits)
     blocks, tiles = p.heads * -(-p.n_q // kernel.rows), -(-p.n_k // plan.backward.tile_n)
@@ -237,12 +266,13 @@ def _prepared(problem: Problem, plan: Plan, limits: Limits) -> _Prepared:
     grid = tiles * (p.heads // p.group)
     return _Prepared(
         launches=(
-            Launch(first.instantiation, -(-p.heads * pitch_of(p.n_q) // first.rows), THREADS),
+            delta_launch(p, plan),
             Launch(kernel.instantiation, grid, kernel.warps * 32, kernel.shared),
         ),
         delta_tail=tail_of(DELTA_PARAMS, fields),
         tail=tail_of(GRADIENT_PARAMS, fields),
         sums=blocks * kernel.rows * width_of(p.d),
+        row_sums=blocks * kernel.rows if is_centered(plan, p) else 0,
         blocks=blocks,
         unseen=some_row_sees_nothing(p),
     )
@@ -272,20 +302,26 @@ def gradient_fields(problem: Problem, plan: Plan) -> dict[str, Any]:
     fields = common_fields(problem, plan)
     return fields | {
         "tile_n": plan.backward.tile_n,
+        "center": plan.backward.center,
         "descending": plan.backward.dq_order == "descending",
         "scale": gradient_scale(machine, problem, constants(machine, problem, plan)),
         "pitch": pitch_of(problem.n_q),
+        "kv_heads": fields["heads"] // problem.group,
+        "words": centered_words(problem),
+        "rule_ctas": rule_ctas(problem, plan),
         "batch": problem.heads // fields["heads"],
         "n_q": problem.n_q,
     }
 
 
 def instantiations() -> Iterable[Instantiation]:
-    """A representative list: every head dimension with default numerics."""
+    """A representative list: every head dimension with default numerics, with centred dQ and
+    without.
+    """
     for fmt in ("bfloat16", "float16"):
         for d in (32, 64, 80, 96, 128, 192, 256):
-            plan = Plan(format=fmt)
-            tiles = dataclasses.replace(plan.backward, tile_n=128 if d <= 128 else 64)
-            plan = dataclasses.replace(plan, backward=tiles)
-            yield delta_kernel(plan, d).instantiation
-            yield gradient_kernel(plan, d, d, False, Limits()).instantiation
+            for center in (0, 32):
+                tiles = BackwardPlan(tile_n=128 if d <= 128 else 64, center=center)
+                plan = Plan(format=fmt, backward=tiles)
+                yield delta_kernel(plan, d, False).instantiation
+                yield gradient_kernel(plan, d, d, False, Limits()).instantiation

@@ -189,6 +189,10 @@ def _prepared_backward(
 ) -> tuple[tuple[Launch, ...], tuple[Any, ...], tuple[Any, ...]]:
     """What a backward needs beside its arrays: launches, and the tails of both structs."""
     check_plan(plan, FIXED_FLOAT32, "float32")
+    if plan.backward.center:  # no dS is rounded here
+        raise ValueError(
+            f"plan.backward.center: got {plan.backward.center}, must be 0 on the float32 kernels"
+        )
     check_orders(plan, "float32")
     p, softcap = problem, problem.softcap is not None
     launches = [delta_kernel(p.d_v).launch(p.heads * pitch_of(p.n_q), 1)]

@@ -17,28 +17,32 @@ from cuflash.planner import runs_hopper_backward
 from cuflash.problem import GpuProblem
 from cuflash.sm80_backward import (
     DELTA_PARAMS,
+    centered_words,
     check_orders,
-    delta_kernel,
+    delta_launch,
     gradient_fields,
     pitch_of,
 )
-from cuflash.sm80_forward import BAND, HALVES, STRIDES, THREADS, check_plan, flag
+from cuflash.sm80_forward import BAND, HALVES, STRIDES, check_plan, flag
 from cuflash.sm90_forward import is_masked, panels, width_of
 from cuflash.tensor_map import BYTES as MAP_BYTES
 from cuflash.tensor_map import tensor_map
+from emulation.center import is_centered
 from emulation.plan import BackwardPlan, Numerics, Plan
 from emulation.problem import Problem
 
 MAPS = ("q", "k", "v", "dout", "dk", "dv")
 STRIDED = ("q", "k", "dout", "dq", "dk", "dv")
 COUNTS = ("heads", "group", "d", "d_v", "pitch", "descending", "masked", "interleave", "pieces")
+WORKSPACES = ("lse2", "delta", "sums", "turns", "tickets", "row_sums", "dlse", "centered")
 #: The parameters of the gradient kernels behind the tensor maps: sm90::BackwardParams.
 FIELDS = np.dtype(
-    [(name, np.uint64) for name in (*STRIDED, "lse2", "delta", "sums", "turns", "tickets")]
+    [(name, np.uint64) for name in (*STRIDED, *WORKSPACES)]
     + [(f"{name}_strides", STRIDES) for name in STRIDED]
     + [("band", BAND)]
     + [(name, np.int32) for name in COUNTS]
-    + [(name, np.float32) for name in ("c", "cap", "scale")],
+    + [(name, np.float32) for name in ("c", "cap", "scale")]
+    + [("center", np.int32)],
     align=True,
 )
 #: A struct that holds tensor maps is a multiple of their alignment.
@@ -105,11 +109,11 @@ def shared_bytes(plan: Plan, d: int, d_v: int, shape: Shape) -> int:
     keys, k, v = plan.backward.tile_n, panels(width_of(d)), panels(width_of(d_v))
     if is_wide(d, d_v):
         return (
-            128 * (keys + 2 * shape.rows) * (k + v) + 6 * shape.rows * keys + 16 * shape.rows + 184
+            128 * (keys + 2 * shape.rows) * (k + v) + 6 * shape.rows * keys + 16 * shape.rows + 192
         )
     tiles = 128 * (keys + 2 * shape.rows) * (k + v) + 4 * shape.rows * keys
     sums = 2 * parts_of(d) * part_rows(d, shape) * 64 * 4
-    return tiles + sums + 16 * shape.rows + 8 * 17 + 16
+    return tiles + sums + 20 * shape.rows + 256 + 8 * 18 + 48
 
 
 def backward_instantiation(
@@ -117,7 +121,8 @@ def backward_instantiation(
 ) -> Instantiation:
     """The gradient kernel of a Plan for these head dimensions."""
     sizes = f"cuflash::{HALVES[plan.format]},{width_of(d)},{width_of(d_v)}"
-    flags = f"{flag(softcap)},{flag(plan.numerics.out == 'float32')}"
+    center = plan.backward.center > 0 and not softcap
+    flags = f"{flag(softcap)},{flag(plan.numerics.out == 'float32')},{flag(center)}"
     if is_wide(d, d_v):
         wide = f"cuflash::sm90::WideShape<{sizes}>"
         return Instantiation(
@@ -140,13 +145,15 @@ def interleaved_heads(p: Problem, tiles: int, processors: int) -> int:
 @dataclass(frozen=True)
 class _Prepared:
     """What a backward needs beside its arrays: launches, the tails of their structs, rows of the
-    boxes of the tensor maps, elements of the sums of dQ, and blocks of rows of all heads.
+    boxes of the tensor maps, elements of the sums of dQ and of those of rows of dS, and blocks of
+    rows of all heads.
     """
 
-    launches: tuple[Launch, Launch]
+    launches: tuple[Launch, ...]
     tails: tuple[tuple[Any, ...], ...]
     boxes: tuple[int, ...]
     sums: int
+    row_sums: int
     blocks: int
 
 
@@ -168,9 +175,8 @@ def _prepared(p: Problem, plan: Plan, shape: Shape | None, processors: int) -> _
         "interleave": interleaved_heads(p, tiles, processors),
         "pieces": pieces,
     }
-    ones = delta_kernel(plan, p.d_v)
     launches = (
-        Launch(ones.instantiation, -(-p.heads * pitch_of(p.n_q) // ones.rows), THREADS),
+        delta_launch(p, plan),
         Launch(
             backward_instantiation(plan, p.d, p.d_v, softcap, s),
             pieces + -(-blocks // (CONVERT_PARTS // parts)),
@@ -183,6 +189,7 @@ def _prepared(p: Problem, plan: Plan, shape: Shape | None, processors: int) -> _
         tails=tuple(tail_of(x, fields) for x in (DELTA_PARAMS, FIELDS)),
         boxes=(s.rows, keys, keys, s.rows, 64, 64),
         sums=blocks * parts * part_rows(p.d, s) * 64,
+        row_sums=blocks * s.rows if is_centered(plan, p) else 0,
         blocks=blocks,
     )
 
@@ -205,6 +212,7 @@ def backward(
     found = _prepared(p.shapes, plan, shape, multiprocessors(p.device))
     lse2, delta = cp.empty((2, p.batch * p.heads, pitch_of(p.n_q)), np.float32)
     sums = cp.empty(found.sums, np.float32)
+    row_sums = cp.empty(found.row_sums, np.float32) if found.row_sums else None
     counts = cp.zeros(found.blocks + 1, np.int32)
     halves = plan.numerics.out == "input"
     mapped = (p.q, p.k, p.v, dout, dk if halves else None, dv if halves else None)
@@ -212,23 +220,25 @@ def backward(
         bytes(MAP_BYTES) if x is None else tensor_map(x, plan.format, n)
         for x, n in zip(mapped, found.boxes, strict=True)
     )
-    ones = packed(DELTA_PARAMS, (dout, out, rest), (lse, dlse, lse2, delta), found.tails[0])
-    work = (lse2, delta, sums, counts, counts[-1:])
+    centered = cp.empty(centered_words(p.shapes), np.uint32) if found.row_sums else None
+    plain = (lse, dlse, lse2, delta, centered)
+    ones = packed(DELTA_PARAMS, (dout, out, rest, p.k), plain, found.tails[0])
+    work = (lse2, delta, sums, counts, counts[-1:], row_sums, dlse, centered)
     fields = packed(FIELDS, (p.q, p.k, dout, dq, dk, dv), work, found.tails[1])
     params = bytearray(PARAMS.itemsize)
     params[: len(maps)] = maps
     params[len(maps) : len(maps) + FIELDS.itemsize] = fields.tobytes()
-    touched = (p.q, p.k, p.v, dout, dlse, out, rest, lse, dq, dk, dv, *work)
+    touched = (p.q, p.k, p.v, dout, out, rest, lse, dq, dk, dv, *work)
     run(found.launches, (ones, np.frombuffer(params, PARAMS)), p.device, touched)
 
 
 def instantiations() -> Iterable[Instantiation]:
-    """A representative list: head dimensions, softcap and float32 gradients."""
+    """A representative list: head dimensions, softcap, float32 gradients and centred dQ."""
     for fmt in ("bfloat16", "float16"):
         for d, d_v in INSTANCES:
-            for softcap in (False, True):
+            for softcap, center in ((False, 0), (False, 32), (True, 0)):
                 for out in ("input", "float32"):
-                    tiles = BackwardPlan(tile_n=64 if is_wide(d, d_v) else 128)
+                    tiles = BackwardPlan(tile_n=64 if is_wide(d, d_v) else 128, center=center)
                     numerics = Numerics.of({"out": out})
                     plan = Plan(numerics=numerics, format=fmt, backward=tiles)
                     shape = shape_of(d, d_v, softcap)

@@ -15,6 +15,7 @@ import numpy as np
 
 from emulation import rounding
 from emulation.arguments import check_plain, check_progress
+from emulation.center import centered, is_centered, row_sums
 from emulation.flash import flash_forward, resolve_plan
 from emulation.machine import Machine, Node
 from emulation.plan import BackwardPlan, Numerics, Plan
@@ -199,6 +200,8 @@ def flash_backward(
         _delta(m, do[h], saved.o(h), None if dlse is None else dlse[h], order)
         for h in range(problem.heads)
     ]
+    center = plan.backward.center if is_centered(plan, problem) else 0
+    ds_sums: list[Node] = [m.zeros(lo, (problem.n_q, 1)) for _ in range(problem.heads)]
     result = Gradients([], [], [], [], [], [])
 
     def scaled(x: Node) -> Node:
@@ -240,6 +243,8 @@ def flash_backward(
                 for part in ds_parts:
                     share = m.dot_seen("dQ accumulation", part, k_t, share, seen)
                 dq[h] = _added(m, "dQ order", dq[h], share, rows)
+                if center:
+                    ds_sums[h] = row_sums(m, ds_sums[h], rows, ds_parts, seen)
             dk_tiles[start] = scaled(dk)
             dv_tiles[start] = dv
             if progress is not None:
@@ -247,6 +252,9 @@ def flash_backward(
         held = sorted(dk_tiles)
         result.dk_wide.append(_stacked(m, [dk_tiles[i] for i in held], (0, problem.d)))
         result.dv_wide.append(_stacked(m, [dv_tiles[i] for i in held], (0, problem.d_v)))
+    for h in range(problem.heads if center else 0):
+        k_h, dlse_h = problem.k[problem.kv_head(h)], None if dlse is None else dlse[h]
+        dq[h] = centered(m, dq[h], ds_sums[h], k_h, dlse_h, lo, hi, center)
     result.dq_wide.extend(scaled(x) for x in dq)
     return _cast_all(m, plan.format if plan.numerics.out == "input" else "float32", result)
 

@@ -32,6 +32,7 @@ from emulation.bound_terms import (
     gamma64,
     total,
 )
+from emulation.center import SAMPLES, is_centered, mean_sizes
 from emulation.oracle.result import check_cotangents, refuse_nonfinite
 from emulation.plan import Plan
 from emulation.problem import Array, Problem
@@ -308,8 +309,34 @@ def _backward(
         (ds_err + ds_half) @ np.abs(k) + dq_err,
         total(ds_parts) @ np.abs(k),
     )
+    if is_centered(plan, problem):
+        ones = np.ones((problem.n_k, 1))
+        sums = _Sum(
+            dlse[:, None],
+            (ds_err + ds_half).sum(axis=1, keepdims=True)
+            + accumulated(product, ds_parts, ones, after_own, steps, walk.tiles_after),
+            total(ds_parts).sum(axis=1, keepdims=True),
+        )
+        dq = _centered(plan, dq, sums, k, band)
     dk = over_queries(ds, ds_err + ds_half, ds_parts, q)
     return dq, dk, over_queries(p, p_err + p_half, p_parts, dout)
+
+
+def _centered(plan: Plan, dq: _Sum, sums: _Sum, k: F64, band: Array) -> _Sum:
+    """dQ less R c, where R = sums - dLSE is 0 but for its error, and c a sum of keys that rounds
+    SAMPLES - 1 times, times an fp32 number.
+    """
+    sizes, has = mean_sizes(k, band[0], band[1], plan.backward.center)
+    c = sizes * (1.0 + compounded(U, SAMPLES)) + SAMPLES * TINY
+    r = sums.err + U * (np.abs(sums.value) + sums.err)
+    r = np.where(sums.size + np.abs(sums.value) + r < 2.0**126, r, np.inf)
+    err = dq.err + r * np.where(sizes > 0, c, 0.0)
+    err = err + U * (np.abs(dq.value) + err) + TINY
+    moved = _Sum(dq.value, err, dq.size + (sums.size + np.abs(sums.value) + r) * sizes)
+    own = has[:, None]
+    return _Sum(
+        *(np.where(own, getattr(moved, n), getattr(dq, n)) for n in ("value", "err", "size"))
+    )
 
 
 def backward_bound(

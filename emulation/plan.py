@@ -147,11 +147,21 @@ class BackwardPlan:
     #: How these threads join: each of the first half with the one so far behind it, and so on, or
     #: neighbours first.
     delta_join: Literal["halves", "neighbours"] = "halves"
+    #: dQ less what the sums of its rows of dS, 0 in real arithmetic, make of a mean key (`center`):
+    #: of keys that the row sees in whole groups of so many, a multiple of 16; in rows whose keys
+    #: have much in common (`emulation.center`). 0: no such step.
+    center: int = 0
 
     def __post_init__(self) -> None:
         _check_choices(self, "plan.backward")
         for name in ("tile_m", "tile_n"):
             _hold_tile(self, name, f"plan.backward.{name}")
+        if _hold_integer(self, "center", "plan.backward.center"):
+            _hold_tile(self, "center", "plan.backward.center", "0 or ")
+            if self.scale == "dS":
+                raise ValueError(
+                    f"plan.backward.center: got {echo(self.center)}, must be 0 with scale = 'dS'"
+                )
         for name, allowed in (
             ("delta_threads", (0, 1, 2, 4, 8, 16, 32)), ("delta_columns", (1, 2, 4, 8))
         ):  # fmt: skip
@@ -193,11 +203,12 @@ def _hold_integer(plan: Any, name: str, what: str) -> int:
     return int(value)
 
 
-def _hold_tile(plan: Any, name: str, what: str) -> None:
+def _hold_tile(plan: Any, name: str, what: str, other: str = "") -> None:
     tile = _hold_integer(plan, name, what)
     if not 16 <= tile <= LARGEST_TILE or tile % 16:
         raise ValueError(
-            f"{what}: got {echo(tile)}, must be a positive multiple of 16, at most {LARGEST_TILE}"
+            f"{what}: got {echo(tile)}, must be {other}a positive multiple of 16, at most "
+            f"{LARGEST_TILE}"
         )
 
 
@@ -373,6 +384,9 @@ class Plan:
 #: Keys per tile of our Hopper forward, by head dimension: what fits beside Q and two stages of K
 #: and V in 227 kB of shared memory and in the accumulators' registers.
 TILE_N = {64: 128, 128: 128, 192: 96, 256: 80}
+#: `BackwardPlan.center` of our kernels: short groups, so that a causal row is centred early and of
+#: nearly all keys that it sees.
+CENTER = 32
 #: Of float32 inputs, whose operands take 6 bytes an element: keys per tile, forward and backward,
 #: and queries per tile of the backward.
 TILE_FLOAT32 = {64: 64, 128: 32, 256: 32}
@@ -399,13 +413,23 @@ def default_plan(
     limit = 14 if problem.dtype == "float16" else 30
     if fields.get("state") == "float16":
         limit = 4
+    # R of a half state would be as coarse as dS itself.
+    center = default_center(problem) if fields.get("state", "float32") == "float32" else 0
     plan = Plan(
         numerics=Numerics.of(numerics),
         format=problem.dtype,  # type: ignore[arg-type]  # checked by Problem
         tile_n=tile_n,
         stale_limit=limit,
+        backward=BackwardPlan(center=center),
     )
     return dataclasses.replace(plan, **fields)
+
+
+def default_center(problem: Problem) -> int:
+    """`BackwardPlan.center` of our kernels for this problem: 0 where dQ stays plain in any case
+    (under a softcap), or no dS is rounded (float32).
+    """
+    return 0 if problem.dtype == "float32" or problem.softcap is not None else CENTER
 
 
 def _default_float32(width: int, numerics: Numerics | dict[str, Any] | None) -> Plan:

@@ -53,6 +53,7 @@ _TABLE = (
     ("dK accumulation", "summation order", "dK += dS^T Q in the tensor core"),
     ("dQ accumulation", "summation order", "dS K of one key tile in the tensor core"),
     ("dQ order", "summation order", "the key tiles' products added to dQ in fp32"),
+    ("dQ centering", "summation order", "the sums of dS's rows, a mean key, and dQ less both"),
     ("gradient scaling", "normalisation", "dQ and dK times scale"),
 )  # fmt: skip
 

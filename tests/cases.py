@@ -108,6 +108,7 @@ def plans(draw: st.DrawFn, /, fmt: str | None = None, **fixed: Any) -> Plan:
         tile_m=draw(st.sampled_from((16, 32))),
         tile_n=draw(st.sampled_from((16, 32))),
         dq_order=draw(st.sampled_from(("ascending", "descending"))),
+        center=draw(st.sampled_from((0, 0, 16, 32))) if rest.get("scale") != "dS" else 0,
     )
     chosen: Any = draw(st.sampled_from(DTYPES)) if fmt is None else fmt
     return Plan(**{"numerics": numerics, "format": chosen, "backward": backward, **fields})

@@ -58,6 +58,20 @@ def dout_of(q: Array, v: Array, seed: int = 5) -> Array:
     return found.astype(q.dtype)
 
 
+def uneven_means(k: Array) -> Array:
+    """Keys (H, N, D) of which the first head's have a large mean, the second's none, the third's
+    from two fifths on, and the fourth's one that the second half takes back; and so on. Under a
+    causal mask some rows of the last two are centred and others are not.
+    """
+    wide = k.astype(np.float32)
+    n = k.shape[1]
+    wide[0::4] += 3.0
+    wide[2::4, n * 2 // 5 :] += 6.0
+    wide[3::4, : n // 2] += 3.0
+    wide[3::4, n // 2 :] -= 3.0
+    return wide.astype(k.dtype)
+
+
 def results(
     q: Array,
     k: Array,

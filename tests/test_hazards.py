@@ -10,7 +10,7 @@ from tests.test_sm90_backward import plan_of
 
 KERNEL = (
     "cuflash::sm90::backward<cuflash::sm90::BackwardShape<cuflash::Fp16, (int)64, (int)64, "
-    "(int)128>, (bool)0, (bool)0>(cuflash::sm90::BackwardParams)"
+    "(int)128>, (bool)0, (bool)0, (bool)0>(cuflash::sm90::BackwardParams)"
 )
 OTHER = "cuflash::forward<(int)64>(cuflash::Params)"
 

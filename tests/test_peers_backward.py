@@ -381,7 +381,11 @@ def test_neighbours() -> None:
                 (f"{n} {fields[n]}" for n in changed), key=word.split(", ").index
             )
             varied |= set(changed)
-    assert varied == {f.name for f in dataclasses.fields(BackwardPlan)} - {"tile_n", "dq_order"}
+    assert varied == {f.name for f in dataclasses.fields(BackwardPlan)} - {
+        "tile_n",
+        "dq_order",
+        "center",
+    }
 
 
 # -- what is refused -------------------------------------------------------------------

@@ -98,6 +98,10 @@ def test_integers_of_numpy_are_integers() -> None:
 def test_bad_backward_plan() -> None:
     with pytest.raises(ValueError, match=r"plan\.backward\.tile_m: got 7"):
         BackwardPlan(tile_m=7)
+    with pytest.raises(ValueError, match=r"plan\.backward\.center: got 8, must be 0 or a positive"):
+        BackwardPlan(center=8)
+    with pytest.raises(TypeError, match=r"plan\.backward\.center: got False, must be an integer"):
+        BackwardPlan(center=False)
     with pytest.raises(ValueError, match=r"plan\.backward\.dq_order: got 'any'"):
         BackwardPlan(dq_order="any")  # type: ignore[arg-type]
 

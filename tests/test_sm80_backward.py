@@ -21,7 +21,7 @@ from emulation.flash import flash_forward
 from emulation.plan import BackwardPlan, Numerics, Plan
 from emulation.problem import Array, Problem
 from emulation.samples import sample
-from tests.on_gpu import assert_same
+from tests.on_gpu import assert_same, uneven_means
 
 gpu = pytest.mark.gpu
 
@@ -173,12 +173,13 @@ def test_gqa_and_batches(heads: tuple[int, int]) -> None:
 
 
 @gpu
+@pytest.mark.parametrize("center", [0, 32])
 @pytest.mark.parametrize("numerics", [{}, {"p": "split"}, {"accumulate": "promoted"}], ids=str)
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_specials_behind_the_mask(numerics: dict[str, str], d: int) -> None:
+def test_specials_behind_the_mask(numerics: dict[str, str], d: int, center: int) -> None:
     """NaN and Inf reach what sees them, as in a product of what is seen, and nothing else."""
     rng = np.random.default_rng(0)
-    tiles = BackwardPlan(tile_m=32, tile_n=64, dq_order="descending")
+    tiles = BackwardPlan(tile_m=32, tile_n=64, dq_order="descending", center=center)
     plan = plan_of("bfloat16", numerics, tiles)
     q, k, v = sample("normal", n=150, n_k=130, d=d, dtype="bfloat16")
     dout = rng.standard_normal(v.shape[:1] + q.shape[1:]).astype(np.float32).astype(q.dtype)
@@ -191,6 +192,58 @@ def test_specials_behind_the_mask(numerics: dict[str, str], d: int) -> None:
     check((q, k, v), plan, dout=dout[None], window=(10, 10))
     q[0, 20:, 0] = 1.0  # the key at -inf gets P = 0 everywhere
     check((q, k, v), plan, dout=dout[None], causal=True)
+
+
+@gpu
+@pytest.mark.parametrize("numerics", [
+    {}, {"out": "float32"}, {"p": "split"}, {"accumulate": "promoted", "delta": "rounded"},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
+def test_centered(d: int, numerics: dict[str, str]) -> None:
+    """Ragged lengths, grouped heads, gradients of LSE, all masks; keys with a mean."""
+    table = planner.BACKWARD_SMALL if numerics else planner.BACKWARD["sm80"]
+    tile_m, tile_n = next(tiles for width, tiles in table.items() if d <= width)
+    tiles = BackwardPlan(tile_m=tile_m, tile_n=tile_n, dq_order="descending", center=32)
+    plan = plan_of("bfloat16", numerics, tiles)
+    q = sample("normal", n=190, d=d, heads=4, dtype="bfloat16")[0]
+    k, v = (
+        (x.astype(np.float32) + 2).astype(q.dtype)
+        for x in sample("normal", n=233, d=d, heads=2, dtype="bfloat16", seed=1)[1:]
+    )
+    masks: dict[str, Any]
+    for masks in ({}, {"causal": True}, {"causal": "top-left"}, {"window": (40, 3)}):
+        check((q, k, v), plan, dlse="causal" in masks, **masks)
+    check((q, k, v), plan, causal=True, softcap=5.0)
+
+
+@gpu
+@pytest.mark.parametrize("numerics", [{}, {"out": "float32"}, {"p": "split"}], ids=str)
+@pytest.mark.parametrize("masks", [{}, {"causal": True}, {"window": (100, 30)}], ids=str)
+@pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
+def test_centered_in_some_rows(d: int, masks: dict[str, Any], numerics: dict[str, str]) -> None:
+    """Heads with and without, and blocks that have rows of both kinds."""
+    table = planner.BACKWARD_SMALL if numerics else planner.BACKWARD["sm80"]
+    tile_m, tile_n = next(tiles for width, tiles in table.items() if d <= width)
+    tiles = BackwardPlan(tile_m=tile_m, tile_n=tile_n, dq_order="descending", center=32)
+    q = sample("normal", n=320, d=d, heads=8, dtype="float16")[0]
+    k, v = sample("normal", n=333, d=d, heads=4, dtype="float16", seed=1)[1:]
+    check((q, uneven_means(k), v), plan_of("float16", numerics, tiles), dlse=True, **masks)
+
+
+@gpu
+@pytest.mark.parametrize("tile_m", [16, 32, 64, 128])
+@pytest.mark.parametrize("tile_n", [16, 80, 128])
+@pytest.mark.parametrize("center", [16, 48, 64, 1024])
+def test_groups_of_any_size(tile_m: int, tile_n: int, center: int) -> None:
+    """Of keys that a mean is of: of more kinds than there is room for at once, or of none."""
+    tiles = BackwardPlan(tile_m=tile_m, tile_n=tile_n, center=center)
+    for d in (64, 128):
+        q, k, v = sample("peaked", n=150, n_k=270, d=d, dtype="float16")
+        inputs = q, (k.astype(np.float32) + 3).astype(k.dtype), v
+        plan = plan_of("float16", {"accumulate": "promoted"}, tiles)
+        if d == 64 or tile_m < 128:
+            check(inputs, plan, causal=True, dlse=True)
+            check(inputs, plan, window=(90, 20))
 
 
 @gpu
@@ -228,18 +281,21 @@ def test_plans_that_do_not_run() -> None:
         check(inputs, plan_of("bfloat16", backward=BackwardPlan(tile_m=32, tile_n=1024)))
 
 
+@pytest.mark.parametrize("center", [0, 32])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90"])
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_nothing_spills(d: int, arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_spills(
+    d: int, arch: str, center: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     tmp_path.chmod(0o700)
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path))
     small = arch == "sm_86"
     table = planner.BACKWARD_SMALL if small else planner.BACKWARD["sm80"]
     limits = sm80_backward.Limits(101_376 if small else 166_912 if arch == "sm_80" else 232_448)
-    plan = Plan(format="bfloat16", backward=BackwardPlan(*table[d]))
+    plan = Plan(format="bfloat16", backward=BackwardPlan(*table[d], center=center))
     kernels = [
-        sm80_backward.delta_kernel(plan, d),
+        sm80_backward.delta_kernel(plan, d, False),
         sm80_backward.gradient_kernel(plan, d, d, False, limits),
     ]
     for kernel in kernels:

@@ -13,11 +13,14 @@ import pytest
 
 from emulation.samples import sample
 from tests.gpu_memory import embedded, poisoned
+from tests.on_gpu import check, uneven_means
 
 pytestmark = pytest.mark.gpu
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 DTYPES = ["float16", "bfloat16", "float32"]
+#: Keys whose means differ: dQ of some rows is centred.
+MEANS = "means"
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +35,8 @@ def drawn(n: int, d: int, heads: int, dtype: str, kind: str = "sink") -> list[An
     """q, k, v and dout on the device."""
     import cupy
 
-    arrays = sample(kind, n=n, d=d, heads=heads, dtype=dtype)
+    q, k, v = sample("normal" if kind == MEANS else kind, n=n, d=d, heads=heads, dtype=dtype)
+    arrays = (q, uneven_means(k) if kind == MEANS else k, v)
     dout = sample("normal", n=n, d=d, heads=heads, dtype=dtype, seed=3)[0]
     return [cupy.asarray(x) for x in (*arrays, dout)]
 
@@ -75,10 +79,11 @@ def test_a_thousand_runs(d: int, dtype: str) -> None:
     assert all(bool(np.isfinite(float(abs(x.astype("f4")).sum()))) for x in first)
 
 
+@pytest.mark.parametrize("kind", ["sink", MEANS])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_batch_heads_and_neighbours(dtype: str, cupy: Any) -> None:
+def test_batch_heads_and_neighbours(dtype: str, kind: str, cupy: Any) -> None:
     """A head alone, with others, with others that changed, in a batch: flash-attention#1570."""
-    arrays = drawn(300, 64, 6, dtype)
+    arrays = drawn(300, 64, 6, dtype, kind)
     want = everything(*arrays, causal=True)
     for h in (0, 3, 5):
         alone = everything(*(x[h : h + 1] for x in arrays), causal=True)
@@ -98,12 +103,29 @@ def test_batch_heads_and_neighbours(dtype: str, cupy: Any) -> None:
     assert_equal("elsewhere in a batch", [x[0] for x in found], [x[::-1] for x in want])
 
 
+@pytest.mark.parametrize("numerics", [None, {"p": "split"}], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_what_memory_held_where_rows_are_centred(
+    d: int, dtype: str, numerics: dict[str, str] | None
+) -> None:
+    """Sums of rows of dS are written in blocks that have a centred row, and read there alone: bits
+    are the emulator's while all memory holds NaN.
+    """
+    q, k, v = sample("normal", n=400, d=d, heads=4, dtype=dtype)
+    k = uneven_means(k)
+    for causal in (False, True):
+        got = check(q, k, v, numerics=numerics, causal=causal)
+        assert got.plan.backward.center > 0
+
+
+@pytest.mark.parametrize("kind", ["normal", MEANS])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("d", [64, 128])
-def test_decode_rows_are_prefill_rows(d: int, dtype: str) -> None:
+def test_decode_rows_are_prefill_rows(d: int, dtype: str, kind: str) -> None:
     """A query alone on its keys has out, lse and dq of the same query among others."""
     n = 330
-    q, k, v, dout = drawn(n, d, 4, dtype, "normal")
+    q, k, v, dout = drawn(n, d, 4, dtype, kind)
     want = everything(q, k, v, dout, causal=True)[:3]
     for i in (0, 1, 15, 63, 64, 127, 128, 255, 256, 300, n - 1):
         row, keys = slice(i, i + 1), slice(0, i + 1)

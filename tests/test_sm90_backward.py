@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from emulation.backward import flash_vjp
 from emulation.plan import BackwardPlan, Numerics, Plan
 from emulation.problem import Array, Problem
 from emulation.samples import sample
-from tests.on_gpu import assert_same, dout_of
+from tests.on_gpu import assert_same, dout_of, uneven_means
 from tests.test_sm80_backward import check as check_launcher
 from tests.test_sm90_forward import FAILURES, hopper
 
@@ -32,12 +33,16 @@ MASKS: list[dict[str, Any]] = [{}, {"causal": True}, {"window": (100, 30)}]
 
 
 def plan_of(
-    dtype: str, width: int, numerics: dict[str, str] | None = None, order: Any = "descending"
+    dtype: str,
+    width: int,
+    numerics: dict[str, str] | None = None,
+    order: Any = "descending",
+    center: int = 0,
 ) -> Plan:
     """A Plan that these kernels run for the larger head dimension."""
     keys = next(tile for d, tile in planner.BACKWARD_HOPPER.items() if width <= d)
     fields: dict[str, Any] = {**FIXED, "format": dtype, "tile_n": 64, "stale_limit": 14}
-    tiles = BackwardPlan(tile_m=32, tile_n=keys, dq_order=order)
+    tiles = BackwardPlan(tile_m=32, tile_n=keys, dq_order=order, center=center)
     return Plan(numerics=Numerics.of(numerics), backward=tiles, **fields)
 
 
@@ -91,7 +96,8 @@ def test_planner_says_where_they_run() -> None:
         return planner.runs_hopper_backward(Problem.of(*shapes), plan)
 
     for d, d_v in INSTANCES:
-        assert runs(plan_of("float16", max(d, d_v)), d, d_v)
+        for center in (0, 32):
+            assert runs(plan_of("float16", max(d, d_v), center=center), d, d_v)
         assert not runs(plan_of("float16", 64 if max(d, d_v) > 128 else 256), d, d_v)
         for numerics in ({"p": "split"}, {"exp2": "mixed"}, {"accumulate": "promoted"}):
             assert not runs(plan_of("float16", max(d, d_v), numerics), d, d_v)
@@ -167,10 +173,11 @@ def test_gqa_and_batches(heads: tuple[int, int], d: int) -> None:
 
 
 @gpu
+@pytest.mark.parametrize("center", [0, 32])
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_specials_behind_the_mask(d: int) -> None:
+def test_specials_behind_the_mask(d: int, center: int) -> None:
     """NaN and Inf reach what sees them, as in a product of what is seen, and nothing else."""
-    plan = plan_of("bfloat16", d)
+    plan = plan_of("bfloat16", d, center=center)
     q, k, v = sample("normal", n=150, n_k=130, d=d, dtype="bfloat16")
     dout = dout_of(q, v)
     dout[0, 41, 3], dout[0, 60, 5], dout[0, 61, 5] = np.inf, -np.inf, np.inf
@@ -196,6 +203,97 @@ def test_small_gradients(d: int, rows: slice, exponent: int) -> None:
     for masks in MASKS:
         plan = plan_of("bfloat16", d, {"out": "float32"})
         check((q, k, v), plan, dout=dout.astype(q.dtype)[None], **masks)
+
+
+@gpu
+@pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize(
+    "masks", [*MASKS, {"causal": "top-left"}, {"window": (40, 0), "causal": True}], ids=str
+)
+def test_centered(d: int, masks: dict[str, Any]) -> None:
+    """Ragged lengths, grouped heads, gradients of LSE, both orders; keys with a mean."""
+    q = sample("normal", n=250, d=d, heads=4, dtype="bfloat16")[0]
+    k, v = (
+        (x.astype(np.float32) + 2).astype(q.dtype)
+        for x in sample("normal", n=333, d=d, heads=2, dtype="bfloat16", seed=1)[1:]
+    )
+    plan = plan_of("bfloat16", d, {"out": "float32"}, center=32)
+    check((q, k, v), plan, dlse=True, **masks)
+    check((q, k, v), plan_of("bfloat16", d, order="ascending", center=32), **masks)
+    inputs = sample("peaked", n=70, n_k=40, d=d, dtype="float16")
+    check(inputs, plan_of("float16", d, {"delta": "rounded"}, center=32), dlse=True, **masks)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("masks", [*MASKS, {"causal": "top-left"}], ids=str)
+@pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
+def test_centered_in_some_rows(d: int, masks: dict[str, Any], dtype: str) -> None:
+    """Heads with and without, and steps, blocks and CTAs that have rows of both kinds."""
+    q = sample("normal", n=520, d=d, heads=8, dtype=dtype)[0]
+    k, v = sample("normal", n=530, d=d, heads=4, dtype=dtype, seed=1)[1:]
+    for numerics in ({}, {"out": "float32"}):
+        check((q, uneven_means(k), v), plan_of(dtype, d, numerics, center=32), dlse=True, **masks)
+
+
+@gpu
+@pytest.mark.parametrize(("d", "shape"), SHAPES, ids=str)
+def test_centered_in_any_shape(d: int, shape: Shape) -> None:
+    q, k, v = sample("normal", n=500, d=d, heads=4, dtype="bfloat16")
+    check((q, uneven_means(k), v), plan_of("bfloat16", d, center=32), shape, causal=True)
+
+
+@gpu
+@pytest.mark.parametrize("center", [16, 48, 64, 1024])
+@pytest.mark.parametrize(("d", "shape"), [*SHAPES, (256, None)], ids=str)
+def test_groups_of_any_size(d: int, shape: Shape | None, center: int) -> None:
+    """Of keys that a mean is of: of as many kinds as there may be in a block, or of none."""
+    plan = plan_of("bfloat16", d, center=center)
+    q, k, v = sample("outlier", n=300, n_k=350, d=d, dtype="bfloat16")
+    k = (k.astype(np.float32) + 3).astype(k.dtype)
+    for masks in ({"causal": True}, {"window": (90, 20)}):
+        check((q, k, v), plan, shape, **masks)
+
+
+@gpu
+@pytest.mark.parametrize(
+    "widths", [(64, 128), (128, 64), (192, 128), (40, 72), (16, 256), (256, 8)]
+)
+def test_centered_where_value_width_differs(widths: tuple[int, int]) -> None:
+    d, d_v = widths
+    q, k, _ = sample("normal", n=200, d=d, dtype="bfloat16")
+    k = (k.astype(np.float32) + 3).astype(k.dtype)
+    v = sample("normal", n=200, d=d_v, dtype="bfloat16", seed=2)[2]
+    plan = plan_of("bfloat16", max(widths), center=32)
+    check((q, k, v), plan, causal=True)
+    check((q, k, v), plan, causal=True, softcap=5.0)
+
+
+@gpu
+@pytest.mark.parametrize("exponent", [-112, -123])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_small_gradients_centered(d: int, exponent: int) -> None:
+    """Sums of rows of dS are subnormal, of all rows and of some."""
+    q, k, v = sample("normal", n=300, n_k=400, d=d, dtype="bfloat16")
+    k = (k.astype(np.float32) + 3).astype(k.dtype)
+    plan = plan_of("bfloat16", d, {"out": "float32"}, center=32)
+    for rows in (slice(None), slice(0, None, 3)):
+        dout = dout_of(q, v).astype(np.float32)
+        dout[:, rows] *= np.float32(2.0**exponent)
+        check((q, k, v), plan, dout=dout.astype(q.dtype)[None], causal=True)
+
+
+@pytest.fixture(params=[0, 32], ids=["plain", "centered"])
+def center(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """`center` of all Plans that the planner makes."""
+    made, size = planner._plan, int(request.param)
+
+    def changed(*arguments: Any) -> Plan:
+        plan = made(*arguments)
+        return replace(plan, backward=replace(plan.backward, center=size))
+
+    monkeypatch.setattr(planner, "_plan", changed)
+    return size
 
 
 def many(d: int, plan: Plan, masks: dict[str, Any]) -> tuple[Callable[[], list[Any]], list[Array]]:
@@ -232,9 +330,11 @@ def assert_heads(got: list[Any], want: list[Array]) -> None:
 @gpu
 @pytest.mark.parametrize("masks", MASKS, ids=str)
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_many_launches(d: int, masks: dict[str, Any]) -> None:
+def test_many_launches(d: int, masks: dict[str, Any], center: int) -> None:
     """Back to back: one head's bits for all heads, every time."""
-    run, want = many(d, planned(d, masks), masks)
+    plan = planned(d, masks)
+    assert plan.backward.center == center
+    run, want = many(d, plan, masks)
     for _ in range(20):
         assert_heads(run(), want)
 
@@ -252,10 +352,12 @@ extern "C" __global__ void hold(volatile int* stop) {
 @gpu
 @pytest.mark.parametrize("masks", MASKS, ids=str)
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_few_multiprocessors_left(d: int, masks: dict[str, Any]) -> None:
+def test_few_multiprocessors_left(d: int, masks: dict[str, Any], center: int) -> None:
     """It ends, with the same bits, while another kernel holds all multiprocessors but a few."""
     cupy = hopper()
-    run, want = many(d, planned(d, masks), masks)
+    plan = planned(d, masks)
+    assert plan.backward.center == center
+    run, want = many(d, plan, masks)
     stop = cupy.zeros(1, np.int32)
     hold = cupy.RawKernel(BLOCKER, "hold")
     hold.max_dynamic_shared_size_bytes = SHARED_BYTES

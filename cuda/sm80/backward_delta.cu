@@ -1,6 +1,7 @@
 // First step of the backward: what a row of dS needs of its row, once. delta = rowsum(dO O) - dLSE,
 // and LSE in log2 units. A thread sums a chunk of eight columns; the chunks are joined by halves,
-// as in emulation/backward.py.
+// as in emulation/backward.py. Where dQ may be centred, more CTAs decide which rows are.
+#include "sm80/chosen_rows.cuh"
 #include "tile/gradient.cuh"
 
 namespace cuflash::sm80 {
@@ -10,11 +11,17 @@ constexpr int kThreads = 128;
 struct DeltaParams {
   const u16* dout;
   const void* out;
-  const u16* rest;          // what O lost when it was rounded; null: delta of the rounded O
+  const u16* rest;  // what O lost when it was rounded; null: delta of the rounded O
+  const u16* k;
   const float *lse, *dlse;  // (batch, heads, n_q); dlse may be null
   float *lse2, *delta;      // (batch, heads, pitch), zeros behind n_q
-  Strides dout_strides, out_strides, rest_strides;
+  u32* centered;  // (batch * key heads, pitch / 32): a bit for each row; null without center
+  Strides dout_strides, out_strides, rest_strides, k_strides;
+  Band band;
   i32 batch, heads, n_q, d_v, pitch;
+  i32 kv_heads, d, center;
+  i32 words;      // of `centered`, of all heads
+  i32 rule_ctas;  // that decide which rows are centred: the first
 };
 
 // The halves of one 16-byte piece.
@@ -29,10 +36,18 @@ __device__ __forceinline__ void load_chunk(float (&x)[8], const u16* from) {
   }
 }
 
-// kChunks: chunks of eight columns, rounded up to a power of two.
-template <class Half, int kChunks, bool kFloatOut>
+// kChunks: chunks of eight columns, rounded up to a power of two. kCenter: dQ may be centred.
+template <class Half, int kChunks, bool kFloatOut, bool kCenter>
 __global__ void __launch_bounds__(kThreads) delta(const __grid_constant__ DeltaParams params) {
-  const i64 flat_row = static_cast<i64>(blockIdx.x) * (kThreads / kChunks) + threadIdx.x / kChunks;
+  u32 block = blockIdx.x;
+  if constexpr (kCenter) {
+    if (static_cast<i32>(block) < params.rule_ctas) {
+      choose_rows<Half>(params, block * (kThreads / 32) + threadIdx.x / 32);
+      return;
+    }
+    block -= params.rule_ctas;
+  }
+  const i64 flat_row = static_cast<i64>(block) * (kThreads / kChunks) + threadIdx.x / kChunks;
   const i64 flat_head = flat_row / params.pitch;
   const i32 row = static_cast<i32>(flat_row % params.pitch);
   const i32 batch = static_cast<i32>(flat_head / params.heads),

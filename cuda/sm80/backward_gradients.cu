@@ -7,6 +7,8 @@
 // order, so that a CTA waits only for CTAs that already run. What it added in one step its first
 // warp announces in the next, or after the last; its last warp waits. So no announcement depends on
 // a later turn: the running CTA with the lowest ticket waits for nobody, ends, and then the next.
+// Where dQ is centred, sums of rows of dS are added at the same time in the same way.
+#include "tile/center.cuh"
 #include "tile/gradient.cuh"
 
 namespace cuflash::sm80 {
@@ -68,7 +70,8 @@ __device__ __forceinline__ void over_columns(Block<kMi, kNj>& acc, u32 a_lane, u
       });
 }
 
-template <class S, class A, bool kSoftcap, bool kFloatOut>
+// kCenter: dQ is centred; not under a softcap.
+template <class S, class A, bool kSoftcap, bool kFloatOut, bool kCenter>
 __global__ void __launch_bounds__(S::kThreads, 1)
     gradients(const __grid_constant__ GradientParams params) {
   using Half = typename S::Half;
@@ -282,16 +285,113 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           params.q_strides.row, kBlockM, params.d, DK::row(), DK::column(), rows_seen);
     };
 
+    // Whether some row of the block is centred.
+    bool any = false;
+    if constexpr (kCenter)
+      any = Centered::of(params, ptx::opaque(batch), ptx::opaque(kv_head))
+                .template any<kBlockM>(first_row);
+    // Sums of the rows of dS: its product with a column of ones. Warps take 16 rows each.
+    auto row_sum = [&](int m) {
+      return params.row_sums + static_cast<i64>(block_at) * kBlockM + m;
+    };
+    auto add_row_sums = [&] {
+#pragma unroll 1
+      for (int m = threadIdx.x / 32 * 16; m < kBlockM; m += S::kWarps * 16) {
+        float x[2][2] = {};
+        const u32 rows = a_address<P>(ds_tile, m, 0);
+#pragma unroll 2
+        for (int kk = 0; kk < kDepthN; ++kk) {
+          u32 a[4];
+          ptx::ldmatrix_x4(a, rows + kk / (kBlockN / 16) * P::kBytes + kk % (kBlockN / 16) * 32);
+          Half::mma(x[0][0], x[0][1], x[1][0], x[1][1], a, Half::kOnes, Half::kOnes);
+        }
+        if (g > 1) continue;  // columns of the product are alike
+        float* const at = row_sum(m + g * 8 + lane / 4);
+        const float r = g == 0 ? x[0][0] : x[1][0];
+        ptx::st_cg(at, turn > 0 ? __fadd_rn(ptx::ld_cg(at), r) : r);
+      }
+    };
     constexpr int kPieces = DQ::kMi * DQ::kNj;  // of four sums a thread
     constexpr int kStride = DQ::kRows * DQ::kColumns * 32;
+    auto sums_of = [&](int slice) {
+      return reinterpret_cast<float4*>(params.sums) +
+             ((static_cast<i64>(block_at) * S::kSlices + slice) * kPieces * kStride + threadIdx.x);
+    };
+    // Piece i of a thread's, x, whose first column of the head is n.
+    auto write = [&](const float4& x, i32 row_of_dq, int n) {
+      if (row_of_dq >= band.n_q) return;
+      const i64 to = params.dq_strides.at(batch, flat_head - batch * params.heads, row_of_dq);
+      if (n < params.d)
+        store_pair<Half, kFloatOut>(params.dq, to + n, __fmul_rn(x.x, params.scale),
+                                    __fmul_rn(x.y, params.scale));
+      if (n + 8 < params.d)
+        store_pair<Half, kFloatOut>(params.dq, to + n + 8, __fmul_rn(x.z, params.scale),
+                                    __fmul_rn(x.w, params.scale));
+    };
+    // dQ of a block with a centred row, all of which has been added: less R c, c in the place of P.
+    // It comes back from the sums when nothing else is held beside dK and dV.
+    auto write_centered = [&] {
+      constexpr int kWidth = S::kD / S::kSlices, kRoom = S::kParts * P::kBytes / (kWidth * 4);
+      using Rows = Kinds<kBlockM>;
+      constexpr int kTogether = Rows::kMost < kRoom ? Rows::kMost : kRoom;
+      static_assert(kTogether > 0, "c of one kind of row takes the place of P");
+      float* const means = reinterpret_cast<float*>(p_bytes);
+      const Centered centered = Centered::of(params, ptx::opaque(batch), ptx::opaque(kv_head));
+      const Rows kinds(band, ptx::opaque(first_row), params.center);
+      const int count = kinds.count();
+#pragma unroll 1
+      for (int round = 0; round < S::kSlices * ((count + kTogether - 1) / kTogether); ++round) {
+        const int slice = round % S::kSlices, first = round / S::kSlices * kTogether;
+        const int now = min(kTogether, count - first);
+        const u16* const k = params.k +
+                             params.k_strides.at(ptx::opaque(batch), ptx::opaque(kv_head)) +
+                             slice * kWidth;
+        __syncthreads();  // what was in this place has been read, and rows' sums are written
+#pragma unroll 1
+        for (int i = threadIdx.x; i < now * (kWidth / 2); i += kThreads) {
+          const int kind = i / (kWidth / 2), n = i % (kWidth / 2) * 2;
+          const Groups groups =
+              Groups::of(band, first_row + kinds.row(first + kind), params.center);
+          float2 c = make_float2(0.0f, 0.0f);
+          if (groups.length > 0 && slice * kWidth + n < params.d)
+            c = groups.mean<Half>(k + n, params.k_strides.row);
+          *reinterpret_cast<float2*>(means + kind * kWidth + n) = c;
+        }
+        __syncthreads();
+        if (!DQ::busy()) continue;
+#pragma unroll 1
+        for (int i = 0; i < DQ::kMi * 2; ++i) {
+          const int m = DQ::row() + i * 8 + lane / 4, kind = kinds.of(m) - first;
+          const i32 row_of_dq = first_row + m;
+          if (kind < 0 || kind >= now || row_of_dq >= band.n_q) continue;
+          const bool mine = centered.row(row_of_dq);
+          float r = 0.0f;
+          if (mine) r = ptx::ld_cg(row_sum(m));
+          if (mine && params.dlse != nullptr)
+            r = __fsub_rn(r, params.dlse[static_cast<i64>(flat_head) * band.n_q + row_of_dq]);
+#pragma unroll
+          for (int j = 0; j < DQ::kNj / 2; ++j) {
+            float4 x = ptx::ld_cg(sums_of(slice) + (i * (DQ::kNj / 2) + j) * kStride);
+            const int n = DQ::column() + j * 16 + g * 2;
+            if (mine) {
+              const float* const at = means + kind * kWidth + n;
+              const float2 c = *reinterpret_cast<const float2*>(at),
+                           d = *reinterpret_cast<const float2*>(at + 8);
+              x = make_float4(__fmaf_rn(-r, c.x, x.x), __fmaf_rn(-r, c.y, x.y),
+                              __fmaf_rn(-r, d.x, x.z), __fmaf_rn(-r, d.y, x.w));
+            }
+            write(x, row_of_dq, slice * kWidth + n);
+          }
+        }
+      }
+    };
+    if (any) add_row_sums();
 #pragma unroll
     for (int slice = 0; slice < S::kSlices; ++slice) {
       const int row = DQ::row(), column = DQ::column() + slice * (S::kD / S::kSlices);
       Block<DQ::kMi, DQ::kNj> share = {};
       float4 sum[kPieces];
-      float4* const sums =
-          reinterpret_cast<float4*>(params.sums) +
-          ((static_cast<i64>(block_at) * S::kSlices + slice) * kPieces * kStride + threadIdx.x);
+      float4* const sums = sums_of(slice);
       if (DQ::busy()) {
 #pragma unroll
         for (int i = 0; i < kPieces; ++i) {
@@ -328,28 +428,22 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           sum[i].z = __fadd_rn(sum[i].z, x[2]);
           sum[i].w = __fadd_rn(sum[i].w, x[3]);
         }
-        if (!last) {
+      }
+      if (DQ::busy()) {
+        if (!last || any) {
 #pragma unroll
           for (int i = 0; i < kPieces; ++i) ptx::st_cg(sums + i * kStride, sum[i]);
         } else {
 #pragma unroll
           for (int i = 0; i < kPieces; ++i) {
             const int at = i * 2 % DQ::kNj, h = i * 2 / DQ::kNj % 2, mi = i / DQ::kNj;
-            const i32 row_of_dq = first_row + row + mi * 16 + h * 8 + lane / 4;
-            if (row_of_dq >= band.n_q) continue;
-            const i64 to = params.dq_strides.at(batch, flat_head - batch * params.heads, row_of_dq);
-            const int n = column + at * 8 + g * 2;
-            if (n < params.d)
-              store_pair<Half, kFloatOut>(params.dq, to + n, __fmul_rn(sum[i].x, params.scale),
-                                          __fmul_rn(sum[i].y, params.scale));
-            if (n + 8 < params.d)
-              store_pair<Half, kFloatOut>(params.dq, to + n + 8, __fmul_rn(sum[i].z, params.scale),
-                                          __fmul_rn(sum[i].w, params.scale));
+            write(sum[i], first_row + row + mi * 16 + h * 8 + lane / 4, column + at * 8 + g * 2);
           }
         }
       }
     }
     if (S::kSlices == 1) add_to_dk();
+    if (last && any) write_centered();
     held_at = block_at;
     held = last ? 0 : turn + 1;
     if (specials) {  // the next step needs K as it is

@@ -1,8 +1,9 @@
 // dQ, dK and dV on Hopper in one pass, head dimensions up to 128: TMA, wgmma, warp specialisation.
 // A CTA takes 128 keys of one key head, 64 for each of its two consumer warpgroups, which keep
 // their dK and dV in registers, and walks all rows that see them, of all query heads of the group,
-// in ascending order. One warp loads, two add the shares of dQ. CTAs behind the last tile of keys
-// convert dQ. See sm90/sums.cuh for the order of dQ and why every wait for other CTAs ends.
+// in ascending order. One warp loads, two add the shares of dQ and, where it is centred, the sums
+// of the rows of dS. CTAs behind the last tile of keys convert dQ. See sm90/sums.cuh for the order
+// of dQ and why every wait for other CTAs ends.
 #include "sm90/convert.cuh"
 #include "sm90/specials.cuh"
 
@@ -26,19 +27,26 @@ struct BackwardShape {
   static constexpr int kParts = 2;
   static constexpr int kPartM = K::kCount == 2 ? kBlockM : kBlockM / 2;
   static constexpr int kShareBytes = 2 * Part<kPartM>::kBytes;
+  // Steps whose marks are kept: when the loader writes that of step n + 8, consumers have left step
+  // n + 6. So they have handed out step n + 4, in the place of n + 2, which the warp that adds n
+  // and then n + 2 had read.
+  static constexpr int kMarks = 8;
   // Shared memory, in bytes from its start.
   static constexpr u32 kK = 0, kV = kK + K::kBytes, kQ = kV + V::kBytes, kDO = kQ + 2 * Q::kBytes,
                        kDS = kDO + 2 * DO::kBytes, kShare = kDS + 2 * DS::kBytes,
                        kLse = kShare + 2 * kShareBytes, kDelta = kLse + 8 * kBlockM,
-                       kBarriers = kDelta + 8 * kBlockM;
+                       kRows = kDelta + 8 * kBlockM, kOnes = kRows + 4 * kBlockM,
+                       kBarriers = kOnes + kOnesBytes;
   static constexpr u32 kKeysFull = kBarriers, kQFull = kKeysFull + 8, kQEmpty = kQFull + 16,
                        kDOFull = kQEmpty + 16, kDOEmpty = kDOFull + 16, kDSFull = kDOEmpty + 16,
                        kDSEmpty = kDSFull + 16, kShareFull = kDSEmpty + 16,
-                       kShareEmpty = kShareFull + 16, kSmallAt = kShareEmpty + 16,
-                       kTicket = kSmallAt + 8, kBytes = kTicket + 8;
+                       kShareEmpty = kShareFull + 16, kRowsEmpty = kShareEmpty + 16,
+                       kSmallAt = kRowsEmpty + 8, kTicket = kSmallAt + 8, kCentered = kTicket + 8,
+                       kBytes = kCentered + 4 * kMarks;
 };
 
-template <class S, bool kSoftcap, bool kFloatOut>
+// kCenter: dQ is centred; not under a softcap.
+template <class S, bool kSoftcap, bool kFloatOut, bool kCenter>
 __global__ void __launch_bounds__(kThreads, 1)
     backward(const __grid_constant__ BackwardParams params) {
   using Half = typename S::Half;
@@ -69,16 +77,24 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::mbarrier_init(base + S::kShareEmpty + 8 * i, 32);
       ptx::st_shared(base + S::kSmallAt + 4 * i, 0);
     }
+    if constexpr (kCenter) ptx::mbarrier_init(base + S::kRowsEmpty, 32);
     ptx::fence_mbarrier_init();
     ptx::st_shared(base + S::kTicket, ticket);
   }
+  if constexpr (kCenter) write_ones<Half>(base + S::kOnes, threadIdx.x);
   __syncthreads();
   const i32 ticket = ptx::ld_shared(base + S::kTicket);
   if (ticket >= params.pieces) {
-    Conversion<S, kFloatOut>(params, ticket - params.pieces).run(reinterpret_cast<float*>(shared));
+    Conversion<S, kFloatOut, kCenter>(params, ticket - params.pieces)
+        .run(reinterpret_cast<float*>(shared));
     return;
   }
   const Piece<kBlockM, kBlockN> piece(params, ticket);
+  // Of a step whose block has a centred row 2 or 3, in turn, else 0.
+  auto mark_of = [&](u32 step) {
+    const i32 mark = lane == 0 ? ptx::ld_shared(base + S::kCentered + 4 * (step % S::kMarks)) : 0;
+    return __shfl_sync(kWholeWarp, mark, 0);
+  };
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<S::kLoaderRegs>();
@@ -96,18 +112,28 @@ __global__ void __launch_bounds__(kThreads, 1)
       load(params.v_map, base + S::kV, base + S::kKeysFull, V::kCount, V::kPanelBytes,
            piece.first_key, piece.kv_head);
       Walk walk = Walk::at(piece, params.group, 0);
+      i32 centered_steps = 0;
       for (i32 step = 0; step < piece.steps; ++step, walk.next(piece)) {
         const u32 stage = step % 2, parity = step / 2 % 2 ^ 1;
         const i32 row = walk.block * kBlockM;
         const i64 at =
             static_cast<i64>(piece.batch * params.heads + walk.head) * params.pitch + row;
         const u32 q_full = base + S::kQFull + 8 * stage, do_full = base + S::kDOFull + 8 * stage;
+        // Whether dQ of the block is centred: read early, told with dO.
+        bool any = false;
+        if constexpr (kCenter)
+          any = Centered::of(params, piece.batch, piece.kv_head).template any<kBlockM>(row);
         ptx::mbarrier_wait(base + S::kQEmpty + 8 * stage, parity);
         ptx::mbarrier_arrive_expect_tx(q_full, Q::kBytes + kBlockM * 4);
         load(params.q_map, base + S::kQ + stage * Q::kBytes, q_full, Q::kCount, Q::kPanelBytes, row,
              walk.head);
         ptx::bulk_load(base + S::kLse + stage * kBlockM * 4, params.lse2 + at, kBlockM * 4, q_full);
         ptx::mbarrier_wait(base + S::kDOEmpty + 8 * stage, parity);
+        if constexpr (kCenter) {
+          ptx::st_shared(base + S::kCentered + 4 * (step % S::kMarks),
+                         any ? 2 | centered_steps % 2 : 0);
+          centered_steps += any;
+        }
         ptx::mbarrier_arrive_expect_tx(do_full, DO::kBytes + kBlockM * 4);
         load(params.dout_map, base + S::kDO + stage * DO::kBytes, do_full, DO::kCount,
              DO::kPanelBytes, row, walk.head);
@@ -122,9 +148,15 @@ __global__ void __launch_bounds__(kThreads, 1)
         const i32 blocks = (band.n_q + kBlockM - 1) / kBlockM;
         const i32 block_at = (piece.batch * params.heads + walk.head) * blocks + walk.block;
         const i32 turn = turn_of<kBlockM, kBlockN>(params, piece.tile, walk.block);
+        RowShare<S, kCenter> rows;
         ptx::mbarrier_wait(base + S::kShareFull + 8 * mine, step / 2 % 2);
-        add_share<S::kShareBytes>(params, block_at, turn, base + S::kShare + mine * S::kShareBytes,
-                                  base + S::kShareEmpty + 8 * mine, base + S::kSmallAt + 4 * mine);
+        if (kCenter && mark_of(step) != 0) {
+          rows.take(base + S::kRows);
+          ptx::mbarrier_arrive(base + S::kRowsEmpty);
+        }
+        add_share<S::kShareBytes, kBlockM>(
+            params, block_at, turn, base + S::kShare + mine * S::kShareBytes,
+            base + S::kShareEmpty + 8 * mine, base + S::kSmallAt + 4 * mine, rows);
       }
     }
     return;
@@ -175,8 +207,30 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::mbarrier_wait(base + S::kKeysFull, 0);
     if (params.masked) specials.look_at_keys();
   }
+  // Sums of rows of dS, where the block has a centred row: a product of its own, so that other
+  // steps look at their mark and do nothing more. Of this warpgroup's queries, or, of blocks of up
+  // to 64, of all by the first one, which reads 64 rows.
+  constexpr bool kBothSum = kBlockM == 128;
+  auto mark_to_sum = [&](i32 of_step) {
+    return kCenter && (kBothSum || mine == 0) ? mark_of(of_step) : 0;
+  };
+  auto sum_rows = [&](u32 mark, i32 of_step) {
+    float rows[2][1][2];
+    ptx::fence_operands(rows);
+    ptx::wgmma_fence();
+    issue_row_sums<kBf16, DS, kBlockN>(
+        rows,
+        descriptor(base + S::kDS + of_step % 2 * DS::kBytes + (kBothSum ? ds_queries : 0), 16),
+        base + S::kOnes);
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<0>();
+    ptx::fence_operands(rows);
+    arrive(base + S::kDSEmpty + 8 * (of_step % 2));
+    ptx::mbarrier_wait(base + S::kRowsEmpty, mark % 2 ^ 1);
+    store_row_sums<kBothSum, kBlockM>(base + S::kRows, rows);
+  };
   // dQ's way out. The product has been waited for.
-  auto hand_out = [&](Accumulator<S::kPartM / 8>& dq, i32 of_step, bool in_keys) {
+  auto hand_out = [&](Accumulator<S::kPartM / 8>& dq, u32 mark, i32 of_step, bool in_keys) {
     const u32 i = of_step % 2, parity = of_step / 2 % 2;
     if (in_keys) {
       specials.add_keys(dq, shared + S::kDS + i * DS::kBytes, of_step,
@@ -184,10 +238,11 @@ __global__ void __launch_bounds__(kThreads, 1)
                         K::kCount == 2 ? 0 : mine * S::kPartM);
       __syncwarp();  // all lanes have read dS
     }
-    arrive(base + S::kDSEmpty + 8 * i);
+    if (mark == 0) arrive(base + S::kDSEmpty + 8 * i);
     ptx::mbarrier_wait(base + S::kShareEmpty + 8 * i, parity ^ 1);
     store_share(base + S::kShare + i * S::kShareBytes + share_at, dq);
     if (holds_small(dq) && lane == 0) ptx::st_shared(base + S::kSmallAt + 4 * i, kSmall);
+    if (mark != 0) sum_rows(mark, of_step);
     ptx::fence_proxy_async();
     __syncwarp();
     arrive(base + S::kShareFull + 8 * i);
@@ -269,12 +324,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::wgmma_fence();
     issue_rows<kBf16>(dk, ds_half, descriptor(base + S::kQ + stage * Q::kBytes, Q::kPanelBytes));
     ptx::wgmma_commit_group();
+    const u32 mark = mark_to_sum(step - 1);
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(dq);
     ptx::fence_operands(dv);
     ptx::fence_operands(p_half);
     arrive(base + S::kDOEmpty + 8 * stage);
-    if (step > 0) hand_out(dq, step - 1, any && specials.in_keys);
+    if (step > 0) hand_out(dq, mark, step - 1, any && specials.in_keys);
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(dk);
     ptx::fence_operands(ds_half);
@@ -297,7 +353,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     issue_share(dq, last);
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(dq);
-    hand_out(dq, last, specials.in_keys);
+    hand_out(dq, mark_to_sum(last), last, specials.in_keys);
   }
 
   // -- dK and dV: in halves through the places of K and V ------------------------------------

@@ -3,7 +3,8 @@
 // step. Of two consumer warpgroups the first accumulates dV and the second dK. They take turns in
 // making P and dS of a step: one computes while products of the other's step run. What the maker
 // has in registers it multiplies from there, the other from shared memory. Each adds its columns of
-// dQ from registers. See sm90/sums.cuh for the order of dQ and why every wait for other CTAs ends.
+// dQ from registers; where it is centred, one more warp adds sums of the rows of dS. See
+// sm90/sums.cuh for the order of dQ and why every wait for other CTAs ends.
 #include "sm90/convert.cuh"
 #include "sm90/specials.cuh"
 
@@ -15,8 +16,8 @@ struct WideShape {
   static constexpr int kD = kD_, kDv = kDv_, kBlockM = 64, kBlockN = 64;
   static constexpr int kColumns = kD > kDv ? kD : kDv;  // of an accumulator; the rest is not used
   // Registers of a thread that loads or waits, and of a consumer's: what the launch gave, shared
-  // anew.
-  static constexpr int kLoaderRegs = 24, kConsumerRegs = 240;
+  // anew. Where dQ is centred, the first kind also sums rows of dS.
+  static constexpr int kLoaderRegs = 24, kConsumerRegs = 240, kSumRegs = 8;
   static constexpr bool kTogether = false, kBf16 = Half::kOnes == 0x3f803f80u;
   using K = Panels<kBlockN, kD>;
   using V = Panels<kBlockN, kDv>;
@@ -35,10 +36,12 @@ struct WideShape {
                        kDOFull = kQEmpty + 16, kDOEmpty = kDOFull + 16, kDSFull = kDOEmpty + 16,
                        kDSEmpty = kDSFull + 16, kTurnCome = kDSEmpty + 16, kAdded = kTurnCome + 16,
                        kTold = kAdded + 16, kFoundAt = kTold + 16, kSmallAt = kFoundAt + 8,
-                       kSpecialAt = kSmallAt + 8, kTicket = kSpecialAt + 8, kBytes = kTicket + 8;
+                       kSpecialAt = kSmallAt + 8, kTicket = kSpecialAt + 8, kInKeysAt = kTicket + 4,
+                       kBlockAt = kTicket + 8, kBytes = kBlockAt + 8;
 };
 
-template <class S, bool kSoftcap, bool kFloatOut>
+// kCenter: dQ is centred; not under a softcap.
+template <class S, bool kSoftcap, bool kFloatOut, bool kCenter>
 __global__ void __launch_bounds__(kThreads, 1)
     backward_wide(const __grid_constant__ BackwardParams params) {
   using Half = typename S::Half;
@@ -56,7 +59,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Band& band = params.band;
 
   if (threadIdx.x == 0) {
-    constexpr u32 kWarps = kConsumers / 32;
+    constexpr u32 kWarps = kConsumers / 32, kOneMore = kCenter ? 1 : 0;
     const i32 ticket = atomicAdd(params.tickets, 1);
     ptx::mbarrier_init(base + S::kKeysFull, 1);
     for (int i = 0; i < 2; ++i) {
@@ -65,9 +68,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::mbarrier_init(base + S::kDOFull + 8 * i, 1);
       ptx::mbarrier_init(base + S::kDOEmpty + 8 * i, kWarps);
       ptx::mbarrier_init(base + S::kDSFull + 8 * i, kWarps / 2);
-      ptx::mbarrier_init(base + S::kDSEmpty + 8 * i, kWarps);
+      ptx::mbarrier_init(base + S::kDSEmpty + 8 * i, kWarps + kOneMore);
       ptx::mbarrier_init(base + S::kTurnCome + 8 * i, 1);
-      ptx::mbarrier_init(base + S::kAdded + 8 * i, kWarps);
+      ptx::mbarrier_init(base + S::kAdded + 8 * i, kWarps + kOneMore);
       ptx::mbarrier_init(base + S::kTold + 8 * i, 1);
       ptx::st_shared(base + S::kSmallAt + 4 * i, -1);
     }
@@ -77,7 +80,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   const i32 ticket = ptx::ld_shared(base + S::kTicket);
   if (ticket >= params.pieces) {
-    Conversion<S, kFloatOut>(params, ticket - params.pieces).run(reinterpret_cast<float*>(shared));
+    Conversion<S, kFloatOut, kCenter>(params, ticket - params.pieces)
+        .run(reinterpret_cast<float*>(shared));
     return;
   }
   const Piece<kBlockM, kBlockN> piece(params, ticket);
@@ -87,8 +91,30 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
 
   if (warpgroup == 0) {
-    ptx::setmaxnreg_dec<S::kLoaderRegs>();
+    ptx::setmaxnreg_dec<S::kLoaderRegs + (kCenter ? S::kSumRegs : 0)>();
     const int warp = threadIdx.x / 32;
+    if constexpr (kCenter) {
+      // -- A whole warp that adds the sums of rows of dS -----------------------------------------
+      for (i32 step = 0; warp == 3 && step < piece.steps; ++step) {
+        const u32 stage = step % 2, parity = step / 2 % 2;
+        WarpRowSums<S> rows;
+        const bool any = Centered::of(params, piece.batch, piece.kv_head)
+                             .any<kBlockM>(Walk::at(piece, params.group, step).block * kBlockM);
+        ptx::mbarrier_wait(base + S::kDSFull + 8 * stage, parity);
+        if (any) rows.sum(base + S::kDS + stage * DS::kBytes);
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(base + S::kDSEmpty + 8 * stage);
+        ptx::mbarrier_wait(base + S::kTurnCome + 8 * stage, parity);
+        const bool first = ptx::ld_shared(base + S::kFoundAt + 4 * stage) == 0;
+        float* const sums =
+            params.row_sums +
+            static_cast<i64>(ptx::ld_shared(base + S::kBlockAt + 4 * stage)) * kBlockM;
+        if (any && !first) rows.fetch(sums);
+        if (any) rows.store(sums, first);
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(base + S::kAdded + 8 * stage);
+      }
+    }
     if (lane != 0 || piece.steps == 0) return;
     if (warp == 0) {
       // -- The loader: K and V once, then Q and dO of every step with LSE and delta --------------
@@ -135,6 +161,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
         ptx::mbarrier_wait(base + S::kTold + 8 * (step % 2), step / 2 % 2 ^ 1);
         ptx::st_shared(base + S::kFoundAt + 4 * (step % 2), found);
+        if constexpr (kCenter) ptx::st_shared(base + S::kBlockAt + 4 * (step % 2), block_at(walk));
         ptx::mbarrier_arrive(base + S::kTurnCome + 8 * (step % 2));
       }
     } else if (warp == 2) {
@@ -152,12 +179,16 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 
   // -- Consumers -----------------------------------------------------------------------------
-  ptx::setmaxnreg_inc<S::kConsumerRegs>();
+  ptx::setmaxnreg_inc<S::kConsumerRegs - (kCenter ? S::kSumRegs : 0)>();
   const int mine = warpgroup - 1, thread = threadIdx.x % 128;
   const Place place = Place::of(thread);
   float acc[2][S::kColumns / 8][2];  // dV or dK
   clear(acc);
   Specials<S> specials(params, piece, shared, mine, thread);
+  // Whether K has NaN or Inf. Where dQ is centred, there is no register left for it: each thread
+  // reads what it has written, and all write the same.
+  const u32 in_keys_at = base + S::kInKeysAt;
+  auto in_keys = [&] { return kCenter ? ptx::ld_shared(in_keys_at) != 0 : specials.in_keys; };
   auto arrive = [&](u32 barrier) {
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   };
@@ -240,6 +271,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (i == 0) ptx::mbarrier_wait(base + S::kTurnCome + 8 * stage, step / 2 % 2);
       if (small && lane == 0) ptx::st_shared(base + S::kSmallAt + 4 * stage, step);
       const i32 found = ptx::ld_shared(base + S::kFoundAt + 4 * stage);
+      if constexpr (kCenter) at = ptx::ld_shared(base + S::kBlockAt + 4 * stage);
       float* const sums =
           params.sums + (static_cast<i64>(at) * S::kParts + part) * (S::kPartM * 64) + thread * 4;
       add_registers(sums, share, found == 0, (found & kSmall) != 0 || small);
@@ -265,6 +297,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (mine == 1) next();
     ptx::mbarrier_wait(base + S::kKeysFull, 0);
     if (params.masked) specials.look_at_keys();
+    if constexpr (kCenter) ptx::st_shared(in_keys_at, specials.in_keys);
     if (step < piece.steps) {
       wait_q(step);
       wait_do(step);
@@ -291,7 +324,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (special) specials.clear_rows(mine);
       if (thread == 0) ptx::st_shared(base + S::kSpecialAt + 4 * mine, special);
     }
-    if (any && specials.in_keys) specials.add_to_scores(s, walk, 0, 0);
+    if (any && in_keys()) specials.add_to_scores(s, walk, 0, 0);
     u32 p_half[kGroups / 2][4], ds_half[kGroups / 2][4];
     const RowsOfKey seen{band, walk.block * kBlockM, piece.first_key};
 #pragma unroll
@@ -342,7 +375,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int i = 0; i < 2 * kGroups; ++i)
       p_half[i / 4][i % 4] = mine == 0 ? p_half[i / 4][i % 4] : ds_half[i / 4][i % 4];
     issue_own(p_half, mine);
-    const bool in_keys = any && specials.in_keys;
+    const bool keys_too = any && in_keys();
     float one[2][S::kPartM / 8][2], two[2][S::kPartM / 8][2];
     // A product of whatever is there before the first step, and not used.
     issue_share(one, 0, mine ^ 1);
@@ -354,14 +387,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     arrive(base + S::kDOEmpty + 8 * mine);
     if constexpr (S::kTake == 2) {
       issue_share(two, 1, mine ^ 1);
-      if (step > 0) add(one, 0, step - 1, before, in_keys);
+      if (step > 0) add(one, 0, step - 1, before, keys_too);
       ptx::wgmma_wait_group<0>();
       ptx::fence_operands(two);
     }
     float three[2][S::kPartM / 8][2];
     issue_share(three, 0, mine);
     if (step > 0) {
-      add(S::kTake == 2 ? two : one, S::kTake - 1, step - 1, before, in_keys);
+      add(S::kTake == 2 ? two : one, S::kTake - 1, step - 1, before, keys_too);
       arrive(base + S::kDSEmpty + 8 * (mine ^ 1));
     }
     ptx::wgmma_wait_group<0>();
@@ -369,11 +402,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     float four[2][S::kPartM / 8][2];
     if constexpr (S::kTake == 2) {
       issue_share(four, 1, mine);
-      add(three, 0, step, here, in_keys);
+      add(three, 0, step, here, keys_too);
       ptx::wgmma_wait_group<0>();
       ptx::fence_operands(four);
     }
-    add(S::kTake == 2 ? four : three, S::kTake - 1, step, here, in_keys);
+    add(S::kTake == 2 ? four : three, S::kTake - 1, step, here, keys_too);
     arrive(base + S::kDSEmpty + 8 * mine);
     const bool more = step + 2 < piece.steps;
     float s_next[2][kGroups][2], dp_next[2][kGroups][2];  // after the last step not used
@@ -392,7 +425,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
 #pragma unroll 1
   for (; step < piece.steps; step += 2) {
-    if (specials.in_keys || !piece.plain(walk.block) || !plain_before) {
+    if (in_keys() || !piece.plain(walk.block) || !plain_before) {
       advance(true);
     } else {
       advance(false);
@@ -412,7 +445,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       issue_share(share, i, mine ^ 1);
       ptx::wgmma_wait_group<0>();
       ptx::fence_operands(share);
-      add(share, i, step - 1, before, specials.in_keys);
+      add(share, i, step - 1, before, in_keys());
     }
   }
 

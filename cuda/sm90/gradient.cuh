@@ -25,8 +25,11 @@ struct BackwardParams {
   void *dq, *dk, *dv;
   const float *lse2, *delta;  // (batch, heads, pitch): LSE log2(e), and rowsum(dO O) - dLSE
   float* sums;                // dQ so far, see sm90/sums.cuh
-  i32* turns;    // (batch * heads, blocks): key tiles that have been added; zeros at first
-  i32* tickets;  // CTAs that have started; 0 at first
+  i32* turns;           // (batch * heads, blocks): key tiles that have been added; zeros at first
+  i32* tickets;         // CTAs that have started; 0 at first
+  float* row_sums;      // (batch * heads, blocks, kBlockM): of dS so far; where dQ is centred
+  const float* dlse;    // (batch * heads, n_q), or null
+  const u32* centered;  // (batch * key heads, pitch / 32): a bit for each row; null without center
   Strides q_strides, k_strides, dout_strides, dq_strides, dk_strides, dv_strides;
   Band band;
   i32 heads, group;  // query heads, query heads per key head
@@ -39,6 +42,7 @@ struct BackwardParams {
   float c;         // a score times c is in log2 units
   float cap;       // softcap: a score times cap is the argument of tanh
   float scale;     // of dQ and dK
+  i32 center;      // of the Plan
 };
 
 // A thread's accumulators of 64 x 8 kGroups.
@@ -121,6 +125,13 @@ __device__ __forceinline__ i32 turns_of(const Band& band, i32 block) {
   const i32 first_row = block * kBlockM, last_row = min(first_row + kBlockM, band.n_q) - 1;
   const i32 low = band.low(first_row), high = band.high(last_row);
   return high > low ? (high + kBlockN - 1) / kBlockN - low / kBlockN : 0;
+}
+
+// Numbers not 0 and below 2^-101: sums of such may be subnormal (sm90/sums.cuh).
+constexpr float kLeast = 3.94430452610505902705864e-31f;
+
+__device__ __forceinline__ bool is_small(float x) {
+  return __float_as_uint(x) * 2 - 1 < __float_as_uint(kLeast) * 2 - 1;
 }
 
 // -- Products -------------------------------------------------------------------------------------

@@ -16,9 +16,17 @@
 // all shares of a block are 0 or at least 2^-101: those are multiples of 2^-124, and so are their
 // sums, none of which then is subnormal. A share with something smaller is added by the warp
 // itself, and so are all later ones of its block, whose count says so.
+//
+// Sums of the rows of dS (sm90/row_sums.cuh), where dQ is centred, are added when the share is,
+// before the count is raised. Up to 128 columns they come with it, through a place of which there
+// is but one: it is given back as soon as a warp has taken them, which waits for the turn of an
+// earlier step at most. So does dS, which is summed when the share has found its place. Above, a
+// warp of its own reads them in dS, and holds that until the turns of earlier steps have come. So
+// what is said above still holds. For a block without a centred row nothing is made or added, nor a
+// place waited for.
 #pragma once
 
-#include "sm90/gradient.cuh"
+#include "sm90/row_sums.cuh"
 
 namespace cuflash::sm90 {
 
@@ -36,20 +44,16 @@ struct Part {
 // Whether a warp's share holds something small.
 template <int kGroups>
 __device__ __forceinline__ bool holds_small(const Accumulator<kGroups>& x) {
-  constexpr float kLimit = 3.94430452610505902705864e-31f;  // 2^-101
-  float least[4];                                           // four chains, for the sake of latency
+  float least[4];  // four chains, for the sake of latency
 #pragma unroll
   for (int i = 0; i < 4; ++i) least[i] = fabsf((&x[0][0][0])[i]);
 #pragma unroll
   for (int i = 4; i < 4 * kGroups; ++i) least[i % 4] = fminf(least[i % 4], fabsf((&x[0][0][0])[i]));
   const float all = fminf(fminf(least[0], least[1]), fminf(least[2], least[3]));
-  if (!__any_sync(kWholeWarp, all < kLimit)) return false;
+  if (!__any_sync(kWholeWarp, all < kLeast)) return false;
   bool small = false;
 #pragma unroll
-  for (int i = 0; i < 4 * kGroups; ++i) {
-    const u32 bits = __float_as_uint((&x[0][0][0])[i]) * 2;
-    small |= bits - 1 < __float_as_uint(kLimit) * 2 - 1;
-  }
+  for (int i = 0; i < 4 * kGroups; ++i) small |= is_small((&x[0][0][0])[i]);
   return __any_sync(kWholeWarp, small);
 }
 
@@ -86,10 +90,10 @@ __device__ __forceinline__ void add_registers(float* to, const Accumulator<kGrou
 
 // By a whole warp: a share at `from` to the sums of a block when it is this tile's turn. empty: the
 // barrier that says, with one arrival a lane, when it may be overwritten. small_at: kSmall if the
-// share holds something small.
-template <u32 kBytes>
+// share holds something small. rows: sums of the tile of dS whose share it is.
+template <u32 kBytes, int kBlockM, class Rows>
 __device__ __forceinline__ void add_share(const BackwardParams& params, i32 block_at, i32 turn,
-                                          u32 from, u32 empty, u32 small_at) {
+                                          u32 from, u32 empty, u32 small_at, const Rows& rows) {
   const int lane = threadIdx.x % 32;
   i32 mark = lane == 0 ? ptx::ld_shared(small_at) : 0;
   if (turn > 0) {
@@ -102,6 +106,10 @@ __device__ __forceinline__ void add_share(const BackwardParams& params, i32 bloc
     ptx::fence_proxy_async_all();  // what was added before, or stored, comes before what we add
   }
   mark = __shfl_sync(kWholeWarp, mark, 0);
+  if (Rows::kOn && rows.any) {
+    if (rows.small()) mark |= kSmall;
+    rows.add(params.row_sums + static_cast<i64>(block_at) * kBlockM, turn == 0, mark != 0);
+  }
   float* const to = params.sums + static_cast<i64>(block_at) * (kBytes / 4);
   if (turn > 0 && mark != 0) {
 #pragma unroll 1
@@ -123,6 +131,7 @@ __device__ __forceinline__ void add_share(const BackwardParams& params, i32 bloc
     ptx::mbarrier_arrive(empty, 32);
     ptx::cp_async_bulk_wait_group<0>();
   }
+  if (Rows::kOn && rows.any) __syncwarp();
   if (lane == 0) ptx::st_release_gpu(params.turns + block_at, turn + 1 | mark);
   __syncwarp();
 }

@@ -15,8 +15,11 @@ struct GradientParams {
   void *dq, *dk, *dv;
   const float *lse2, *delta;  // (batch, heads, pitch): LSE log2(e), and rowsum(dO O) - dLSE
   float* sums;                // (batch * heads, blocks, kBlockM * kD): dQ so far, as in registers
-  i32* turns;    // (batch * heads, blocks): key tiles that have been added; zeros at first
-  i32* tickets;  // CTAs that have started; 0 at first
+  i32* turns;           // (batch * heads, blocks): key tiles that have been added; zeros at first
+  i32* tickets;         // CTAs that have started; 0 at first
+  float* row_sums;      // (batch * heads, blocks, kBlockM): of dS so far; where dQ is centred
+  const float* dlse;    // (batch * heads, n_q), or null
+  const u32* centered;  // (batch * key heads, pitch / 32): a bit for each row; null without center
   Strides q_strides, k_strides, v_strides, dout_strides, dq_strides, dk_strides, dv_strides;
   Band band;
   i32 heads, group;  // query heads, query heads per key head
@@ -28,6 +31,7 @@ struct GradientParams {
   float cap;       // softcap: a score times cap is the argument of tanh
   float scale;     // of dQ and dK
   i32 interleave;  // heads whose tickets alternate
+  i32 center;      // of the Plan
 };
 
 // How warps share a block of kM x kN accumulators: kRows x kColumns of them, each with kMi m16
