@@ -42,9 +42,9 @@ HOPPER: dict[str, tuple[str, ...]] = {
 BACKWARD: dict[str, dict[int, tuple[int, int]]] = {
     "sm80": {64: (64, 128), 128: (32, 128), 256: (32, 64)}
 }
-#: Of the Hopper backward, by the larger head dimension: queries of a step without a softcap, which
-#: matter where tiles of them are taken in descending order, and keys of a CTA, its only tile_n.
-BACKWARD_HOPPER = {64: (128, 128), 128: (64, 128), 256: (64, 64)}
+#: Keys of a CTA of the Hopper backward, by the larger head dimension: what its kernels take for
+#: tile_n.
+BACKWARD_HOPPER = {128: 128, 256: 64}
 #: Where a block has 99 kB of shared memory.
 BACKWARD_SMALL = {64: (64, 64), 128: (32, 64), 256: (32, 32)}
 
@@ -101,15 +101,10 @@ def family_of(arch: str, dtype: str, numerics: Numerics) -> str:
 
 def runs_hopper_backward(problem: Problem, plan: Plan) -> bool:
     """Whether cuda/sm90 has a backward for this problem and Plan; else cuda/sm80 runs it."""
-    width = max(problem.d, problem.d_v)
-    keys = next((keys for d, (_, keys) in BACKWARD_HOPPER.items() if width <= d), None)
-    native = plan.format != "float32" and has_hopper_backward(plan.numerics)
-    return native and plan.backward.tile_n == keys
-
-
-def has_hopper_backward(numerics: Numerics) -> bool:
-    """Whether cuda/sm90 has a backward for these numerics, in half formats."""
-    return all(getattr(numerics, name) in HOPPER[name] for name in ("p", "exp2", "accumulate"))
+    width, numerics = max(problem.d, problem.d_v), plan.numerics
+    keys = next((tile for d, tile in BACKWARD_HOPPER.items() if width <= d), None)
+    native = all(getattr(numerics, name) in HOPPER[name] for name in ("p", "exp2", "accumulate"))
+    return plan.format != "float32" and native and plan.backward.tile_n == keys
 
 
 def tile_of(family: str, width: int) -> int:
@@ -139,20 +134,10 @@ def _plan(shapes: Problem, arch: str, numerics: Numerics | None) -> Plan:
         tiles = BackwardPlan(tile_m=tile, tile_n=tile)
     else:
         tile = tile_of(family, width)
-        hopper = arch == "sm90" and not portable_only()
-        hopper &= has_hopper_backward(Numerics.of(numerics))
-        portable = BACKWARD_SMALL if arch in SMALL else BACKWARD["sm80"]
-        found = BACKWARD_HOPPER if hopper else portable
+        found = BACKWARD_SMALL if arch in SMALL else BACKWARD["sm80"]
         rows, keys = next(tile for d, tile in found.items() if width <= d)
-        # Tiles of keys of a head meet at its blocks of rows one after the other, the first to come
-        # the first to add. Hopper: the first tile first, whose rows are the most under a causal
-        # mask, and from the last rows, which all of them share. Else the last tile first, from its
-        # diagonal on.
+        # A causal tile of keys starts at its diagonal: a block of rows meets late keys first.
         tiles = BackwardPlan(
-            tile_m=rows,
-            tile_n=keys,
-            dq_order="ascending" if hopper else "descending",
-            queries="descending" if hopper else "ascending",
-            center=default_center(shapes),
+            tile_m=rows, tile_n=keys, dq_order="descending", center=default_center(shapes)
         )
     return default_plan(shapes, numerics, arch=RULES[arch], tile_n=tile, backward=tiles)

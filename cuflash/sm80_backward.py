@@ -59,16 +59,14 @@ def gradient_params(workspaces: Sequence[str], *more: str) -> np.dtype[Any]:
 
 
 WORKSPACES = ("lse2", "delta", "sums", "turns", "tickets", "row_sums", "dlse", "centered")
-GRADIENT_PARAMS = gradient_params(WORKSPACES, "interleave", "center", "run")
+GRADIENT_PARAMS = gradient_params(WORKSPACES, "interleave", "center")
 
 #: The fields of a BackwardPlan that all kernels fix, and how.
 FIXED_BACKWARD: dict[str, Any] = {
-    "starts": 1, "accumulate": "forward", "score": "fused", "exponential": "exp2",
-    "ds_p": "unrounded", "scale": "after", "delta_threads": 0, "delta_columns": 8,
-    "delta_sum": "chain", "delta_join": "halves",
+    "queries": "ascending", "starts": 1, "accumulate": "forward", "score": "fused",
+    "exponential": "exp2", "ds_p": "unrounded", "scale": "after", "delta_threads": 0,
+    "delta_columns": 8, "delta_sum": "chain", "delta_join": "halves",
 }  # fmt: skip
-#: Blocks::kAscending: more blocks of rows than there are.
-ASCENDING = 2**30
 #: Rows of the two workspaces are padded to this, so that any block of rows may read them.
 PITCH = 128
 #: Queries of a step where the Plan's tile_m cuts sums.
@@ -166,8 +164,6 @@ def gradient_kernel(plan: Plan, d: int, d_v: int, softcap: bool, limits: Limits)
         choices = [(plan.backward.tile_m, stages) for stages in (2, 1)]
     else:
         rows = [128, 64, 32] if max(d, d_v) <= 64 and not softcap else [64, 32]
-        if plan.backward.queries == "descending":  # tiles of a step or several
-            rows = [m for m in rows if plan.backward.tile_m % m == 0] or rows[-1:]
         choices = [(m, stages) for m in rows for stages in (2, 1)]
     for m, stages in choices:
         stage = tile_bytes(m, d) + tile_bytes(m, d_v) + 8 * m
@@ -191,21 +187,6 @@ def check_orders(plan: Plan, kernels: str = "sm80") -> None:
             raise ValueError(
                 f"plan.backward.{name}: got {got!r}, must be {value!r} on the {kernels} kernels"
             )
-
-
-def run_of(plan: Plan, rows: int, kernels: str = "sm80") -> int:
-    """Of cuda/tile/blocks.cuh, for steps of so many rows. Raises ValueError for a tile_m that these
-    do not divide as they must.
-    """
-    if plan.backward.queries == "ascending":
-        return ASCENDING
-    run, rest = divmod(plan.backward.tile_m, rows)
-    if rest or run.bit_count() != 1:
-        raise ValueError(
-            f"plan.backward.tile_m: got {plan.backward.tile_m}, must be {rows} times a power of "
-            f"two with descending queries on the {kernels} kernels"
-        )
-    return run
 
 
 def check_backward(plan: Plan, kernel: Kernel, limits: Limits) -> None:
@@ -281,10 +262,7 @@ def _prepared(problem: Problem, plan: Plan, limits: Limits) -> _Prepared:
     kernel = gradient_kernel(plan, p.d, p.d_v, p.softcap is not None, limits)
     check_backward(plan, kernel, limits)
     blocks, tiles = p.heads * -(-p.n_q // kernel.rows), -(-p.n_k // plan.backward.tile_n)
-    fields = gradient_fields(p, plan) | {
-        "interleave": interleaved_heads(tiles, limits),
-        "run": run_of(plan, kernel.rows),
-    }
+    fields = gradient_fields(p, plan) | {"interleave": interleaved_heads(tiles, limits)}
     grid = tiles * (p.heads // p.group)
     return _Prepared(
         launches=(

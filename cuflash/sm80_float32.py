@@ -193,11 +193,6 @@ def _prepared_backward(
         raise ValueError(
             f"plan.backward.center: got {plan.backward.center}, must be 0 on the float32 kernels"
         )
-    if plan.backward.queries != "ascending":
-        raise ValueError(
-            f"plan.backward.queries: got {plan.backward.queries!r}, must be 'ascending' on the "
-            "float32 kernels"
-        )
     check_orders(plan, "float32")
     p, softcap = problem, problem.softcap is not None
     launches = [delta_kernel(p.d_v).launch(p.heads * pitch_of(p.n_q), 1)]

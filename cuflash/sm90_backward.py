@@ -22,7 +22,6 @@ from cuflash.sm80_backward import (
     delta_launch,
     gradient_fields,
     pitch_of,
-    run_of,
 )
 from cuflash.sm80_forward import BAND, HALVES, STRIDES, check_plan, flag
 from cuflash.sm90_forward import is_masked, panels, width_of
@@ -34,14 +33,14 @@ from emulation.problem import Problem
 
 MAPS = ("q", "k", "v", "dout", "dk", "dv")
 STRIDED = ("q", "k", "dout", "dq", "dk", "dv")
-COUNTS = ("heads", "group", "d", "d_v", "pitch", "descending", "run", "masked", "interleave")
+COUNTS = ("heads", "group", "d", "d_v", "pitch", "descending", "masked", "interleave", "pieces")
 WORKSPACES = ("lse2", "delta", "sums", "turns", "tickets", "row_sums", "dlse", "centered")
 #: The parameters of the gradient kernels behind the tensor maps: sm90::BackwardParams.
 FIELDS = np.dtype(
     [(name, np.uint64) for name in (*STRIDED, *WORKSPACES)]
     + [(f"{name}_strides", STRIDES) for name in STRIDED]
     + [("band", BAND)]
-    + [(name, np.int32) for name in (*COUNTS, "pieces")]
+    + [(name, np.int32) for name in COUNTS]
     + [(name, np.float32) for name in ("c", "cap", "scale")]
     + [("center", np.int32)],
     align=True,
@@ -175,7 +174,6 @@ def _prepared(p: Problem, plan: Plan, shape: Shape | None, processors: int) -> _
         "masked": is_masked(p),
         "interleave": interleaved_heads(p, tiles, processors),
         "pieces": pieces,
-        "run": run_of(plan, s.rows, "sm90"),
     }
     launches = (
         delta_launch(p, plan),

@@ -138,13 +138,10 @@ def test_numerics(numerics: dict[str, str], d: int, dtype: str) -> None:
 @pytest.mark.parametrize("tile_n", [16, 48, 64, 80, 128])
 @pytest.mark.parametrize("order", ["ascending", "descending"])
 def test_tiles(tile_m: int, tile_n: int, order: Any) -> None:
+    tiles = BackwardPlan(tile_m=tile_m, tile_n=tile_n, dq_order=order)
     inputs = sample("normal", n=150, n_k=270, d=64, dtype="bfloat16")
-    for queries in ("ascending", "descending"):
-        tiles = BackwardPlan(tile_m=tile_m, tile_n=tile_n, dq_order=order, queries=queries)
-        for numerics in ({"exp2": "mixed"}, {"p": "split"}, {"accumulate": "promoted"}):
-            if queries == "descending" and tile_m == 16 and numerics == {"exp2": "mixed"}:
-                continue  # steps have 32 rows where no sum is cut
-            check(inputs, plan_of("bfloat16", numerics, tiles), causal=True)
+    for numerics in ({"exp2": "mixed"}, {"p": "split"}, {"accumulate": "promoted"}):
+        check(inputs, plan_of("bfloat16", numerics, tiles), causal=True)
 
 
 @gpu

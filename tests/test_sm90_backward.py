@@ -36,15 +36,13 @@ def plan_of(
     dtype: str,
     width: int,
     numerics: dict[str, str] | None = None,
-    order: Any = "ascending",
+    order: Any = "descending",
     center: int = 0,
-    queries: Any = "descending",
-    tile_m: int = 128,
 ) -> Plan:
     """A Plan that these kernels run for the larger head dimension."""
-    keys = next(keys for d, (_, keys) in planner.BACKWARD_HOPPER.items() if width <= d)
+    keys = next(tile for d, tile in planner.BACKWARD_HOPPER.items() if width <= d)
     fields: dict[str, Any] = {**FIXED, "format": dtype, "tile_n": 64, "stale_limit": 14}
-    tiles = BackwardPlan(tile_m=tile_m, tile_n=keys, dq_order=order, queries=queries, center=center)
+    tiles = BackwardPlan(tile_m=32, tile_n=keys, dq_order=order, center=center)
     return Plan(numerics=Numerics.of(numerics), backward=tiles, **fields)
 
 
@@ -112,28 +110,7 @@ def test_planner_says_where_they_run() -> None:
 @pytest.mark.parametrize("order", ["ascending", "descending"])
 def test_head_dimensions(d: int, dtype: str, causal: bool, order: str) -> None:
     inputs = sample("normal", n=300, n_k=400, d=d, heads=2, dtype=dtype)
-    for queries in ("ascending", "descending"):
-        check(inputs, plan_of(dtype, d, order=order, queries=queries), causal=causal)
-
-
-@gpu
-@pytest.mark.parametrize(("d", "tile_m"), [(64, 128), (64, 512), (128, 64), (128, 256), (256, 64)])
-def test_tiles_of_descending_queries(d: int, tile_m: int) -> None:
-    """One step a tile or several, more than there are, and tiles that begin below the band."""
-    inputs = sample("normal", n=700, n_k=600, d=d, heads=2, dtype="bfloat16")
-    for options in ({}, {"causal": True}, {"window": (150, 60)}, {"causal": "top-left"}):
-        check(inputs, plan_of("bfloat16", d, tile_m=tile_m), dlse=True, **options)
-
-
-def test_descending_tiles_are_steps() -> None:
-    for rows in (64, 128):
-        found = [sm80_backward.run_of(plan_of("float16", 64, tile_m=m), rows) for m in (128, 1024)]
-        assert found == [128 // rows, 1024 // rows]
-    assert sm80_backward.run_of(plan_of("float16", 64, queries="ascending"), 64) == 2**30
-    for tile_m in (32, 192):
-        message = rf"tile_m: got {tile_m}, must be 64 times a power of two with .* the sm90 kernels"
-        with pytest.raises(ValueError, match=message):
-            sm80_backward.run_of(plan_of("float16", 64, tile_m=tile_m), 64, "sm90")
+    check(inputs, plan_of(dtype, d, order=order), causal=causal)
 
 
 @gpu

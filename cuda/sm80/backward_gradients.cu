@@ -123,11 +123,12 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     load_tile<K, kThreads>(k_tile, params.k + params.k_strides.at(batch, kv_head),
                            params.k_strides.row, first_key, key_low, key_high, params.d);
   };
-  // Blocks of rows in their order, for each head of the group.
-  const Blocks order{block_begin, block_begin + blocks, params.run};
-  i32 head = kv_head * params.group, block = order.first();
+  // Blocks of rows in ascending order, for each head of the group.
+  i32 head = kv_head * params.group, block = block_begin;
   auto next = [&] {
-    if (order.next(block)) ++head;
+    if (++block < block_begin + blocks) return;
+    block = block_begin;
+    ++head;
   };
   auto load = [&](i32 step) {
     const i32 row = block * kBlockM;

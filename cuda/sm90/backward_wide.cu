@@ -44,7 +44,6 @@ struct WideShape {
 template <class S, bool kSoftcap, bool kFloatOut, bool kCenter>
 __global__ void __launch_bounds__(kThreads, 1)
     backward_wide(const __grid_constant__ BackwardParams params) {
-  constexpr bool kPlaceTold = kCenter || kSoftcap;  // no register is left for a block's place
   using Half = typename S::Half;
   using Q = typename S::Q;
   using DO = typename S::DO;
@@ -162,8 +161,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
         ptx::mbarrier_wait(base + S::kTold + 8 * (step % 2), step / 2 % 2 ^ 1);
         ptx::st_shared(base + S::kFoundAt + 4 * (step % 2), found);
-        if constexpr (kPlaceTold)
-          ptx::st_shared(base + S::kBlockAt + 4 * (step % 2), block_at(walk));
+        if constexpr (kCenter) ptx::st_shared(base + S::kBlockAt + 4 * (step % 2), block_at(walk));
         ptx::mbarrier_arrive(base + S::kTurnCome + 8 * (step % 2));
       }
     } else if (warp == 2) {
@@ -273,7 +271,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (i == 0) ptx::mbarrier_wait(base + S::kTurnCome + 8 * stage, step / 2 % 2);
       if (small && lane == 0) ptx::st_shared(base + S::kSmallAt + 4 * stage, step);
       const i32 found = ptx::ld_shared(base + S::kFoundAt + 4 * stage);
-      if constexpr (kPlaceTold) at = ptx::ld_shared(base + S::kBlockAt + 4 * stage);
+      if constexpr (kCenter) at = ptx::ld_shared(base + S::kBlockAt + 4 * stage);
       float* const sums =
           params.sums + (static_cast<i64>(at) * S::kParts + part) * (S::kPartM * 64) + thread * 4;
       add_registers(sums, share, found == 0, (found & kSmall) != 0 || small);

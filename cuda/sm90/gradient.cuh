@@ -36,7 +36,6 @@ struct BackwardParams {
   i32 d, d_v;
   i32 pitch;       // n_q rounded up to a multiple of 128
   i32 descending;  // order in which the key tiles are added to dQ
-  i32 run;         // of Blocks: order in which a key tile takes blocks of rows
   i32 masked;      // whether a mask hides keys that exist
   i32 interleave;  // heads whose tickets alternate
   i32 pieces;      // tiles of keys of all heads; tickets behind them convert dQ
@@ -61,12 +60,11 @@ template <int kBlockM, int kBlockN>
 struct Piece {
   i32 tile, batch, kv_head, first_key;
   i32 block_begin, blocks, steps;
-  const i32& run;              // where the parameters are: no register is left for it
   i32 plain_begin, plain_end;  // blocks whose rows all exist and see the whole tile
 
   // Tickets run over the tiles of a head in the order in which they are added to dQ, those of
   // `interleave` heads side by side.
-  __device__ __forceinline__ Piece(const BackwardParams& params, i32 ticket) : run(params.run) {
+  __device__ __forceinline__ Piece(const BackwardParams& params, i32 ticket) {
     const Band& band = params.band;
     const i32 tiles = (band.n_k + kBlockN - 1) / kBlockN, kv_heads = params.heads / params.group;
     const i32 all_heads = params.pieces / tiles;
@@ -89,26 +87,25 @@ struct Piece {
     if (first_key + kBlockN > band.n_k) plain_end = plain_begin;
   }
 
-  __device__ __forceinline__ Blocks order() const {
-    return {block_begin, block_begin + blocks, run};
-  }
   __device__ __forceinline__ bool plain(i32 block) const {
     return block >= plain_begin && block < plain_end;
   }
 };
 
-// Steps of a piece one after the other: blocks of rows in its order, head after head.
+// Steps of a piece one after the other: blocks of rows in ascending order, head after head.
 struct Walk {
   i32 head, block;
 
   template <class P>
   __device__ __forceinline__ static Walk at(const P& piece, i32 group, i32 step) {
     const i32 heads = step / max(piece.blocks, 1);
-    return {piece.kv_head * group + heads, piece.order().at(step - heads * piece.blocks)};
+    return {piece.kv_head * group + heads, piece.block_begin + step - heads * piece.blocks};
   }
   template <class P>
   __device__ __forceinline__ void next(const P& piece) {
-    if (piece.order().next(block)) ++head;
+    if (++block < piece.block_begin + piece.blocks) return;
+    block = piece.block_begin;
+    ++head;
   }
 };
 

@@ -4,7 +4,6 @@
 
 #include "ptx/memory.cuh"
 #include "tile/band.cuh"
-#include "tile/blocks.cuh"
 #include "tile/layout.cuh"
 #include "tile/nonfinite.cuh"
 #include "tile/numerics.cuh"
@@ -33,7 +32,6 @@ struct GradientParams {
   float scale;     // of dQ and dK
   i32 interleave;  // heads whose tickets alternate
   i32 center;      // of the Plan
-  i32 run;         // of Blocks: order in which a key tile takes blocks of rows
 };
 
 // How warps share a block of kM x kN accumulators: kRows x kColumns of them, each with kMi m16
