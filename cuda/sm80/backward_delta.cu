@@ -21,7 +21,7 @@ struct DeltaParams {
   i32 batch, heads, n_q, d_v, pitch;
   i32 kv_heads, d, center;
   i32 words;      // of `centered`, of all heads
-  i32 rule_ctas;  // that decide which rows are centred: the first
+  i32 rule_ctas;  // that decide which rows are centred: they wait for loads, so others run beside
 };
 
 // The halves of one 16-byte piece.
@@ -41,11 +41,13 @@ template <class Half, int kChunks, bool kFloatOut, bool kCenter>
 __global__ void __launch_bounds__(kThreads) delta(const __grid_constant__ DeltaParams params) {
   u32 block = blockIdx.x;
   if constexpr (kCenter) {
-    if (static_cast<i32>(block) < params.rule_ctas) {
-      choose_rows<Half>(params, block * (kThreads / 32) + threadIdx.x / 32);
+    const u32 every = gridDim.x / params.rule_ctas, turn = block / every;
+    const bool rule = turn < static_cast<u32>(params.rule_ctas);
+    if (rule && block == turn * every) {
+      choose_rows<Half>(params, turn * (kThreads / 32) + threadIdx.x / 32);
       return;
     }
-    block -= params.rule_ctas;
+    block -= rule ? turn + 1 : params.rule_ctas;
   }
   const i64 flat_row = static_cast<i64>(block) * (kThreads / kChunks) + threadIdx.x / kChunks;
   const i64 flat_head = flat_row / params.pitch;

@@ -106,23 +106,23 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int i = 0; i < panels; ++i)
           ptx::tma_load_4d(to + i * panel_bytes, map, full, i * kPanelCols, row, head, piece.batch);
       };
+      Walk walk = Walk::at(piece, params.group, 0);
+      // Whether dQ of a step's block is centred: asked for a step ahead, told with dO.
+      const auto centered = Centered::of(params, piece.batch, piece.kv_head);
+      auto ask = [&] { return kCenter && centered.template any<kBlockM>(walk.block * kBlockM); };
+      bool any = ask();
       ptx::mbarrier_arrive_expect_tx(base + S::kKeysFull, K::kBytes + V::kBytes);
       load(params.k_map, base + S::kK, base + S::kKeysFull, K::kCount, K::kPanelBytes,
            piece.first_key, piece.kv_head);
       load(params.v_map, base + S::kV, base + S::kKeysFull, V::kCount, V::kPanelBytes,
            piece.first_key, piece.kv_head);
-      Walk walk = Walk::at(piece, params.group, 0);
       i32 centered_steps = 0;
-      for (i32 step = 0; step < piece.steps; ++step, walk.next(piece)) {
+      for (i32 step = 0; step < piece.steps; ++step) {
         const u32 stage = step % 2, parity = step / 2 % 2 ^ 1;
         const i32 row = walk.block * kBlockM;
         const i64 at =
             static_cast<i64>(piece.batch * params.heads + walk.head) * params.pitch + row;
         const u32 q_full = base + S::kQFull + 8 * stage, do_full = base + S::kDOFull + 8 * stage;
-        // Whether dQ of the block is centred: read early, told with dO.
-        bool any = false;
-        if constexpr (kCenter)
-          any = Centered::of(params, piece.batch, piece.kv_head).template any<kBlockM>(row);
         ptx::mbarrier_wait(base + S::kQEmpty + 8 * stage, parity);
         ptx::mbarrier_arrive_expect_tx(q_full, Q::kBytes + kBlockM * 4);
         load(params.q_map, base + S::kQ + stage * Q::kBytes, q_full, Q::kCount, Q::kPanelBytes, row,
@@ -139,6 +139,8 @@ __global__ void __launch_bounds__(kThreads, 1)
              DO::kPanelBytes, row, walk.head);
         ptx::bulk_load(base + S::kDelta + stage * kBlockM * 4, params.delta + at, kBlockM * 4,
                        do_full);
+        walk.next(piece);
+        if (step + 1 < piece.steps) any = ask();
       }
     } else if (warp == 1 || warp == 2) {
       // -- Two warps that add dQ, step after step in turn ----------------------------------------
