@@ -16,12 +16,12 @@ OTHER = "cuflash::forward<(int)64>(cuflash::Params)"
 
 
 def log(
-    write: int, read: int, *, writer: str = KERNEL, reader: str = KERNEL, errors: int = 1
+    later: int, earlier: int, *, writer: str = KERNEL, reader: str = KERNEL, errors: int = 1
 ) -> list[str]:
     """A log of one hazard."""
     return [
-        f"========= Error: Race reported between Write access at void {writer}+{write:#x}",
-        f"=========     and Read access at void {reader}+{read:#x} [256 hazards]",
+        f"========= Error: Race reported between Write access at void {writer}+{later:#x}",
+        f"=========     and Read access at void {reader}+{earlier:#x} [256 hazards]",
         f"========= RACECHECK SUMMARY: 1 hazards displayed ({errors} errors, 0 warnings)",
     ]
 
@@ -37,9 +37,11 @@ def test_the_kernel_is_one_that_runs() -> None:
     assert hazards.name_expression(KERNEL) == found.name_expression
 
 
-def test_bulk_copies_before_reads_of_lse_are_no_findings() -> None:
-    allowed, findings = hazards.judge(log(address("UBLKCP.S.G"), address("LDS.64")))
+@pytest.mark.parametrize("pair", [x for x in sorted(hazards.PAIRS) if x[0] != "LDSM.16.M88.4"])
+def test_pairs_behind_an_arrival_of_lane_0_are_no_findings(pair: tuple[str, str]) -> None:
+    allowed, findings = hazards.judge(log(*map(address, pair)))
     assert (list(allowed.values()), findings) == ([1], [])
+    assert len(hazards.judge(log(*map(address, reversed(pair))))[1]) == 1
 
 
 @pytest.mark.parametrize("write", ["STS.128", "STSM.16.MT88.4", "UBLKCP.G.S", "UTMALDG.4D"])

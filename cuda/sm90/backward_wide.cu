@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Band& band = params.band;
 
   if (threadIdx.x == 0) {
-    constexpr u32 kWarps = kConsumers / 32, kOneMore = kCenter ? 1 : 0;
+    constexpr u32 kWarps = kConsumers / 32, kLanes = kCenter ? 32 : 0;
     const i32 ticket = atomicAdd(params.tickets, 1);
     ptx::mbarrier_init(base + S::kKeysFull, 1);
     for (int i = 0; i < 2; ++i) {
@@ -68,9 +68,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::mbarrier_init(base + S::kDOFull + 8 * i, 1);
       ptx::mbarrier_init(base + S::kDOEmpty + 8 * i, kWarps);
       ptx::mbarrier_init(base + S::kDSFull + 8 * i, kWarps / 2);
-      ptx::mbarrier_init(base + S::kDSEmpty + 8 * i, kWarps + kOneMore);
+      ptx::mbarrier_init(base + S::kDSEmpty + 8 * i, kWarps + kLanes);
       ptx::mbarrier_init(base + S::kTurnCome + 8 * i, 1);
-      ptx::mbarrier_init(base + S::kAdded + 8 * i, kWarps + kOneMore);
+      ptx::mbarrier_init(base + S::kAdded + 8 * i, kWarps + (kCenter ? 1 : 0));
       ptx::mbarrier_init(base + S::kTold + 8 * i, 1);
       ptx::st_shared(base + S::kSmallAt + 4 * i, -1);
     }
@@ -102,8 +102,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                              .any<kBlockM>(Walk::at(piece, params.group, step).block * kBlockM);
         ptx::mbarrier_wait(base + S::kDSFull + 8 * stage, parity);
         if (any) rows.sum(base + S::kDS + stage * DS::kBytes);
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(base + S::kDSEmpty + 8 * stage);
+        ptx::mbarrier_arrive(base + S::kDSEmpty + 8 * stage);
         ptx::mbarrier_wait(base + S::kTurnCome + 8 * stage, parity);
         const bool first = ptx::ld_shared(base + S::kFoundAt + 4 * stage) == 0;
         float* const sums =
