@@ -42,7 +42,7 @@ RARE = ((64, 64), (72, 40), (128, 128), (192, 128), (256, 256))
 
 
 class Filled:
-    """CuPy, but that a workspace of one axis (the sums of dQ) holds `value`."""
+    """CuPy, but that a float workspace of one axis (sums of dQ, of rows of dS) holds `value`."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -52,7 +52,7 @@ class Filled:
 
     def empty(self, shape: Any, dtype: Any) -> Any:
         found = cupy.empty(shape, dtype)
-        if isinstance(shape, int):
+        if isinstance(shape, int) and np.dtype(dtype).kind == "f":
             found.fill(self.value)
         return found
 

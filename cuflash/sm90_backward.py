@@ -109,7 +109,7 @@ def shared_bytes(plan: Plan, d: int, d_v: int, shape: Shape) -> int:
     keys, k, v = plan.backward.tile_n, panels(width_of(d)), panels(width_of(d_v))
     if is_wide(d, d_v):
         return (
-            128 * (keys + 2 * shape.rows) * (k + v) + 6 * shape.rows * keys + 16 * shape.rows + 192
+            128 * (keys + 2 * shape.rows) * (k + v) + 6 * shape.rows * keys + 16 * shape.rows + 200
         )
     tiles = 128 * (keys + 2 * shape.rows) * (k + v) + 4 * shape.rows * keys
     sums = 2 * parts_of(d) * part_rows(d, shape) * 64 * 4

@@ -36,8 +36,8 @@ struct WideShape {
                        kDOFull = kQEmpty + 16, kDOEmpty = kDOFull + 16, kDSFull = kDOEmpty + 16,
                        kDSEmpty = kDSFull + 16, kTurnCome = kDSEmpty + 16, kAdded = kTurnCome + 16,
                        kTold = kAdded + 16, kFoundAt = kTold + 16, kSmallAt = kFoundAt + 8,
-                       kSpecialAt = kSmallAt + 8, kTicket = kSpecialAt + 8, kInKeysAt = kTicket + 4,
-                       kBlockAt = kTicket + 8, kBytes = kBlockAt + 8;
+                       kSpecialAt = kSmallAt + 8, kTicket = kSpecialAt + 8, kBlockAt = kTicket + 8,
+                       kInKeysAt = kBlockAt + 8, kBytes = kInKeysAt + 8;
 };
 
 // kCenter: dQ is centred; not under a softcap.
@@ -169,8 +169,9 @@ __global__ void __launch_bounds__(kThreads, 1)
         ptx::mbarrier_wait(base + S::kAdded + 8 * (step % 2), step / 2 % 2);
         const i32 found = ptx::ld_shared(base + S::kFoundAt + 4 * (step % 2));
         const i32 mark = ptx::ld_shared(base + S::kSmallAt + 4 * (step % 2)) == step ? kSmall : 0;
-        ptx::st_release_gpu(params.turns + block_at(Walk::at(piece, params.group, step)),
-                            found + 1 | mark);
+        const i32 at = kCenter ? ptx::ld_shared(base + S::kBlockAt + 4 * (step % 2))
+                               : block_at(Walk::at(piece, params.group, step));
+        ptx::st_release_gpu(params.turns + at, found + 1 | mark);
         ptx::mbarrier_arrive(base + S::kTold + 8 * (step % 2));
       }
     }
@@ -184,9 +185,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   float acc[2][S::kColumns / 8][2];  // dV or dK
   clear(acc);
   Specials<S> specials(params, piece, shared, mine, thread);
-  // Whether K has NaN or Inf. Where dQ is centred, there is no register left for it: each thread
-  // reads what it has written, and all write the same.
-  const u32 in_keys_at = base + S::kInKeysAt;
+  // Whether K has NaN or Inf. Where dQ is centred, there is no register left for it: a warpgroup
+  // has a word.
+  const u32 in_keys_at = base + S::kInKeysAt + 4 * mine;
   auto in_keys = [&] { return kCenter ? ptx::ld_shared(in_keys_at) != 0 : specials.in_keys; };
   auto arrive = [&](u32 barrier) {
     if (lane == 0) ptx::mbarrier_arrive(barrier);
@@ -296,7 +297,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (mine == 1) next();
     ptx::mbarrier_wait(base + S::kKeysFull, 0);
     if (params.masked) specials.look_at_keys();
-    if constexpr (kCenter) ptx::st_shared(in_keys_at, specials.in_keys);
+    if constexpr (kCenter) {
+      if (thread == 0) ptx::st_shared(in_keys_at, specials.in_keys);
+      ptx::bar_sync(kWarpgroup + mine, 128);
+    }
     if (step < piece.steps) {
       wait_q(step);
       wait_do(step);
