@@ -71,7 +71,7 @@ sanitizer() {
     for kernels in "" sm80; do
       local watched=(python3 -m bench.sanitized) judged=() error=9 limit=5
       echo "-- $tool ${kernels:-of this GPU}"
-      [[ $tool == initcheck ]] && watched+=(--fill-sums)
+      [[ $tool == initcheck ]] && watched+=(--fill)
       [[ $tool == racecheck ]] && judged=(python3 -m bench.hazards "$log") error=0 limit=10000
       CUFLASH_KERNELS=$kernels compute-sanitizer --tool "$tool" --error-exitcode "$error" \
         --print-limit "$limit" "${watched[@]}" > "$log" 2>&1

@@ -5,9 +5,10 @@ dQ is added exactly.
 
     compute-sanitizer --tool memcheck python -m bench.sanitized
 
-initcheck before its version 2025.4 does not see what cp.async.bulk writes, which is how the sums of
-dQ in the Hopper backward begin. With --fill-sums they are filled first, so that it has nothing to
-say of them, and what it would say is checked here: two fillings, NaN and 1, give the same bits.
+initcheck before its version 2025.4 does not see what bulk copies write: the first share of dQ's
+sums, and dK and dV, of the Hopper backward. With --fill all results and workspaces of floats are
+filled first, so that it has nothing to say of them, and what it would say is checked here: two
+fillings, NaN and a number, give the same bits.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import cupy
 import numpy as np
 
 import cuflash
-from cuflash import sm90_backward
+from cuflash import compiler, sm80_backward, sm90_backward
 from emulation.samples import sample
 from tests.golden_cases import CASES, GoldenCase
 
@@ -42,9 +43,9 @@ RARE = ((64, 64), (72, 40), (128, 128), (192, 128), (256, 256))
 
 
 class Filled:
-    """CuPy, but that a float workspace of one axis (sums of dQ, of rows of dS) holds `value`."""
+    """CuPy, but that new arrays of floats hold the byte `value`."""
 
-    def __init__(self, value: float) -> None:
+    def __init__(self, value: int) -> None:
         self.value = value
 
     def __getattr__(self, name: str) -> Any:
@@ -52,29 +53,33 @@ class Filled:
 
     def empty(self, shape: Any, dtype: Any) -> Any:
         found = cupy.empty(shape, dtype)
-        if isinstance(shape, int) and np.dtype(dtype).kind == "f":
-            found.fill(self.value)
+        if found.size > 0 and np.dtype(dtype).kind not in "iu":
+            found.view(np.uint8).fill(self.value)
         return found
 
 
 @contextlib.contextmanager
-def filled(value: float | None) -> Iterator[None]:
-    """Sums of dQ begin as `value`; None: as they come."""
+def filled(value: int | None) -> Iterator[None]:
+    """Results and workspaces begin as bytes `value`; None: as they come."""
     if value is None:
         yield
         return
-    with mock.patch.object(sm90_backward, "cupy", return_value=Filled(value)):
+    with contextlib.ExitStack() as stack:
+        for module in (compiler, sm80_backward, sm90_backward):
+            stack.enter_context(mock.patch.object(module, "cupy", return_value=Filled(value)))
         yield
 
 
 def run(arrays: Any, dout: Any, dlse: Any = None, *, fill: bool = False, **options: Any) -> None:
-    """All kernels of one problem. Raises AssertionError where what was in the sums matters."""
+    """All kernels of one problem. Raises AssertionError where what was in memory matters."""
     _, vjp = cuflash.attention_vjp(*arrays, **options)
     first: list[bytes] | None = None
-    for value in (np.nan, 1.0) if fill else (None,):
+    for value in (0xFF, 0x3F) if fill else (None,):  # NaN, and a number near 1
         with filled(value):
             found = [x.get().tobytes() for x in vjp(dout, dlse)]
-        assert first is None or found == first, "a sum of dQ is read before it is written"
+        assert first is None or found == first, (
+            "memory is read before it is written, or not written"
+        )
         first = found
 
 
@@ -125,7 +130,7 @@ def centered(dtype: str, d: int, d_v: int, options: dict[str, Any], fill: bool) 
 
 
 def problems() -> Iterator[Callable[[bool], None]]:
-    """Each draws its inputs and runs all kernels; True: with the sums filled."""
+    """Each draws its inputs and runs all kernels; True: in memory that is filled first."""
     for case in CASES.values():
         yield partial(recorded, case, case.dtype)
         yield partial(recorded, case, "float32")
@@ -142,13 +147,13 @@ def problems() -> Iterator[Callable[[bool], None]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--fill-sums", action="store_true")
+    parser.add_argument("--fill", action="store_true")
     parser.add_argument("--part", default="0/1", help="I/N: every N-th problem, from the I-th on")
     given = parser.parse_args()
     first, step = map(int, given.part.split("/"))
     chosen = list(problems())[first::step]
     for problem in chosen:
-        problem(given.fill_sums)
+        problem(given.fill)
     cupy.cuda.Device().synchronize()
     print(f"{len(chosen)} problems, forward and backward")
 

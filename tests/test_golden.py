@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +35,13 @@ def test_recorded_bits(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_recorded_plans_are_still_chosen(name: str) -> None:
-    """Texts that are older than some fields of a Plan are those Plans all the same. They are older
-    than centred dQ, too: the bits are of Plans without it.
-    """
+    """Texts that are older than some fields of a Plan are those Plans all the same."""
     case = CASES[name]
     problem = Problem.of(*case.inputs()[:3], **case.options)
     with np.load(GOLDEN) as z:
         recorded = str(z[f"{name}/plan"])
     plan, old = planner._plan(problem, "sm90", Numerics.of(case.numerics)), Plan.from_json(recorded)
-    assert old.backward.center in (0, plan.backward.center)
-    assert old == replace(plan, backward=replace(plan.backward, center=old.backward.center))
+    assert old == plan
 
 
 def test_what_a_fresh_recording_may_change(tmp_path: Path) -> None:
@@ -56,8 +52,9 @@ def test_what_a_fresh_recording_may_change(tmp_path: Path) -> None:
     old, new = tmp_path / "old.npz", tmp_path / "new.npz"
     np.savez(old, **recorded)
     plan = Plan.from_json(str(recorded["D 192/plan"]))
-    text = json.dumps(plan.to_json())
-    assert text != str(recorded["D 192/plan"])  # has all fields
+    shorter = plan.to_json()
+    del shorter["backward"]["queries"]  # as it is where nothing is said
+    text = json.dumps(shorter)
 
     def saved(**other: Any) -> list[str]:
         np.savez(new, **(recorded | {f"D 192/{n}": x for n, x in other.items()}))
