@@ -55,8 +55,8 @@ gradients() {
 }
 
 sanitizer() {
-  # compute-sanitizer over forward and backward of every format: 0 findings. What racecheck and
-  # initcheck do not see of bulk copies: bench/hazards.py, bench/sanitized.py.
+  # compute-sanitizer over forward and backward of every format: 0 findings are wanted. What
+  # racecheck and initcheck do not see: bench/hazards.py, bench/sanitized.py.
   local kernels tool log part
   log="$(mktemp -d)/log.txt"
   for kernels in "" sm80; do # compiles, eight processes at a time

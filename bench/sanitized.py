@@ -6,7 +6,7 @@ dQ is added exactly.
     compute-sanitizer --tool memcheck python -m bench.sanitized
 
 initcheck before its version 2025.4 does not see what bulk copies write: the first share of dQ's
-sums, and dK and dV, of the Hopper backward. With --fill all results and workspaces of floats are
+sums, and dK and dV, of the Hopper backward. With --fill gradients and workspaces of halves are
 filled first, so that it has nothing to say of them, and what it would say is checked here: two
 fillings, NaN and a number, give the same bits.
 """

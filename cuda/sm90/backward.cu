@@ -326,7 +326,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::wgmma_fence();
     issue_rows<kBf16>(dk, ds_half, descriptor(base + S::kQ + stage * Q::kBytes, Q::kPanelBytes));
     ptx::wgmma_commit_group();
-    const u32 mark = mark_to_sum(step - 1);
+    const u32 mark = mark_to_sum(step - 1);  // in the first step whatever is there, and not used
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(dq);
     ptx::fence_operands(dv);

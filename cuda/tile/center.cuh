@@ -66,6 +66,7 @@ struct Centered {
   // Whether some row of a block is.
   template <int kRows>
   __device__ __forceinline__ bool any(i32 first_row) const {
+    static_assert(kRows == 16 || kRows % 32 == 0, "whole words");
     if constexpr (kRows == 16) return (words[first_row / 32] >> first_row % 32 & 0xffff) != 0;
     u32 bits = 0;
 #pragma unroll
