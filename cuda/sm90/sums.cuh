@@ -14,8 +14,9 @@
 //
 // Small numbers. Additions in global memory flush subnormals, the Plan's do not. They agree while
 // all shares of a block are 0 or at least 2^-101: those are multiples of 2^-124, and so are their
-// sums, none of which then is subnormal. A share with something smaller, or a sum of a row of dS, is
-// added by the warp itself, and so are all later ones of its block, whose count says so.
+// sums, none of which then is subnormal. A share with something smaller (or that comes with such a
+// sum of a row of dS) is added by the warp itself, and so are all later ones of its block, whose
+// count says so.
 //
 // Sums of the rows of dS (sm90/row_sums.cuh), where dQ is centred, are added when the share is,
 // before the count is raised. Up to 128 columns they come with it, through a place of which there
