@@ -1,7 +1,7 @@
 """What compute-sanitizer watches: forward and backward of every recorded problem in its format and
 in float32; of strided, batched, grouped and single-row problems with a gradient of LSE; and of
-problems that take the rare paths, with NaN and Inf behind a mask and with gradients so small that
-dQ is added exactly.
+problems that take the rare paths, with NaN and Inf behind a mask, with gradients so small that dQ
+is added exactly, and with keys whose mean has dQ centred.
 
     compute-sanitizer --tool memcheck python -m bench.sanitized
 
