@@ -69,6 +69,8 @@ FIXED_BACKWARD: dict[str, Any] = {
 }  # fmt: skip
 #: Rows of the two workspaces are padded to this, so that any block of rows may read them.
 PITCH = 128
+#: Rows for which a warp decides whether dQ is centred: kRuleRows.
+RULE_ROWS = 128
 #: Queries of a step where the Plan's tile_m cuts sums.
 TILES_M = (16, 32, 64, 128)
 #: Shared memory of the gradient kernel beside its tiles, in bytes.
@@ -141,8 +143,8 @@ def delta_launch(problem: Problem, plan: Plan) -> Launch:
 
 
 def rule_ctas(problem: Problem, plan: Plan) -> int:
-    """CTAs of the delta kernel that decide which rows are centred, a warp for 32 of them."""
-    warps = centered_words(problem) if is_centered(plan, problem) else 0
+    """CTAs of the delta kernel that decide which rows are centred, a warp for RULE_ROWS of them."""
+    warps = centered_words(problem) * 32 // RULE_ROWS if is_centered(plan, problem) else 0
     return -(-warps // (THREADS // 32))
 
 

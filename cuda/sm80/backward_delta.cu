@@ -24,18 +24,6 @@ struct DeltaParams {
   i32 rule_ctas;  // that decide which rows are centred: they wait for loads, so others run beside
 };
 
-// The halves of one 16-byte piece.
-template <class Half>
-__device__ __forceinline__ void load_chunk(float (&x)[8], const u16* from) {
-  const uint4 words = *reinterpret_cast<const uint4*>(from);
-  const u32 w[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    x[2 * i] = low_half<Half>(w[i]);
-    x[2 * i + 1] = high_half<Half>(w[i]);
-  }
-}
-
 // kChunks: chunks of eight columns, rounded up to a power of two. kCenter: dQ may be centred.
 template <class Half, int kChunks, bool kFloatOut, bool kCenter>
 __global__ void __launch_bounds__(kThreads) delta(const __grid_constant__ DeltaParams params) {

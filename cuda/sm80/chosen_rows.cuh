@@ -1,5 +1,6 @@
 // Which rows of dQ are centred (emulation/center.py, has_large_mean): decided before the gradients,
-// beside delta. A warp decides for 32 rows of a key head; all query heads of its group share it.
+// beside delta. A warp decides for 128 rows of a key head, most of which have their keys in common;
+// all query heads of its group share it.
 #pragma once
 
 #include "ptx/special.cuh"
@@ -7,22 +8,43 @@
 
 namespace cuflash::sm80 {
 
-// Whether the keys sampled of these groups have a large mean. keys: key 0. By a whole warp.
+constexpr int kRuleRows = 128;
+
+// The halves of one 16-byte piece.
+template <class Half>
+__device__ __forceinline__ void load_chunk(float (&x)[8], const u16* from) {
+  const uint4 words = *reinterpret_cast<const uint4*>(from);
+  const u32 w[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    x[2 * i] = low_half<Half>(w[i]);
+    x[2 * i + 1] = high_half<Half>(w[i]);
+  }
+}
+
+// Whether the keys sampled of these groups have a large mean. keys: key 0. By a whole warp, a lane
+// for eight of up to 256 columns.
 template <class Half>
 __device__ __forceinline__ bool has_large_mean(const Groups& groups, const u16* keys,
                                                i64 row_stride, i32 d) {
-  float of_mean = 0.0f, of_keys = 0.0f;
-#pragma unroll 1
-  for (i32 n = threadIdx.x % 32; n < d; n += 32) {
-    float total = 0.0f, size = 0.0f;
+  float total[8] = {}, size[8] = {}, of_mean = 0.0f, of_keys = 0.0f;
+  const i32 column = threadIdx.x % 32 * 8;
+  if (column < d) {
 #pragma unroll 8
     for (int t = 0; t < kSamples; ++t) {
-      const float x = low_half<Half>(keys[groups.sample(t) * row_stride + n]);
-      total = __fadd_rn(total, x);
-      size = __fmaf_rn(x, x, size);
+      float x[8];
+      load_chunk<Half>(x, keys + groups.sample(t) * row_stride + column);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        total[e] = __fadd_rn(total[e], x[e]);
+        size[e] = __fmaf_rn(x[e], x[e], size[e]);
+      }
     }
-    of_mean = __fmaf_rn(total, total, of_mean);
-    of_keys = __fadd_rn(of_keys, size);
+  }
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    of_mean = __fmaf_rn(total[e], total[e], of_mean);
+    of_keys = __fadd_rn(of_keys, size[e]);
   }
 #pragma unroll
   for (int half = 16; half > 0; half /= 2) {
@@ -32,15 +54,18 @@ __device__ __forceinline__ bool has_large_mean(const Groups& groups, const u16* 
   return of_mean > __fmul_rn(kSamples * kThreshold, of_keys);
 }
 
-// By a warp: the bits of 32 rows, number `word` of all heads.
+// By a warp: the bits of kRuleRows rows, the part-th so many of all heads.
 template <class Half, class Params>
-__device__ __forceinline__ void choose_rows(const Params& params, i32 word) {
-  if (word >= params.words) return;
-  const i32 words = params.pitch / 32, flat_head = word / words, row = word % words * 32;
+__device__ __forceinline__ void choose_rows(const Params& params, i32 part) {
+  constexpr int kWords = kRuleRows / 32;
+  if (part * kWords >= params.words) return;
+  const i32 parts = params.pitch / kRuleRows, flat_head = part / parts,
+            row = part % parts * kRuleRows;
   const u16* const keys =
       params.k + params.k_strides.at(flat_head / params.kv_heads, flat_head % params.kv_heads);
-  const Kinds<32> kinds(params.band, row, params.center);
-  u32 large = 0;  // a bit for each kind
+  const Kinds<kRuleRows> kinds(params.band, row, params.center);
+  static_assert(Kinds<kRuleRows>::kMost <= 32, "a word has a bit for each kind");
+  u32 large = 0;
 #pragma unroll 1
   for (int kind = 0; kind < kinds.count(); ++kind) {
     const i32 first = row + kinds.row(kind);
@@ -49,10 +74,13 @@ __device__ __forceinline__ void choose_rows(const Params& params, i32 word) {
     if (groups.length == 0) continue;
     if (has_large_mean<Half>(groups, keys, params.k_strides.row, params.d)) large |= 1u << kind;
   }
-  const int lane = threadIdx.x % 32;
-  const bool mine = row + lane < params.band.n_q && (large >> kinds.of(lane) & 1) != 0;
-  const u32 bits = __ballot_sync(0xffffffffu, mine);
-  if (lane == 0) params.centered[word] = bits;
+#pragma unroll
+  for (int w = 0; w < kWords; ++w) {
+    const int m = 32 * w + threadIdx.x % 32;
+    const bool mine = row + m < params.band.n_q && (large >> kinds.of(m) & 1) != 0;
+    const u32 bits = __ballot_sync(0xffffffffu, mine);
+    if (threadIdx.x % 32 == 0) params.centered[part * kWords + w] = bits;
+  }
 }
 
 }  // namespace cuflash::sm80

@@ -16,8 +16,10 @@ struct BackwardShape {
   static constexpr int kD = kD_, kDv = kDv_, kBlockM = kBlockM_, kBlockN = 128;
   // Registers of a thread that loads or adds, and of a consumer's: what the launch gave, shared
   // anew.
-  static constexpr int kLoaderRegs = 40, kConsumerRegs = 232;
+  static constexpr int kLoaderRegs = 24, kConsumerRegs = 240;
   static constexpr bool kTogether = true, kBf16 = Half::kOnes == 0x3f803f80u;
+  // Whether a step makes S of the next one, which has registers left for 64 queries.
+  static constexpr bool kAhead = kBlockM <= 64;
   using K = Panels<kBlockN, kD>;
   using V = Panels<kBlockN, kDv>;
   using Q = Panels<kBlockM, kD>;
@@ -41,7 +43,7 @@ struct BackwardShape {
                        kDOFull = kQEmpty + 16, kDOEmpty = kDOFull + 16, kDSFull = kDOEmpty + 16,
                        kDSEmpty = kDSFull + 16, kShareFull = kDSEmpty + 16,
                        kShareEmpty = kShareFull + 16, kRowsEmpty = kShareEmpty + 16,
-                       kSmallAt = kRowsEmpty + 8, kTicket = kSmallAt + 8, kCentered = kTicket + 8,
+                       kTicket = kRowsEmpty + 8, kCentered = kTicket + 8,
                        kBytes = kCentered + 4 * kMarks;
 };
 
@@ -69,13 +71,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int i = 0; i < 2; ++i) {
       ptx::mbarrier_init(base + S::kQFull + 8 * i, 1);
       ptx::mbarrier_init(base + S::kQEmpty + 8 * i, kWarps);
-      ptx::mbarrier_init(base + S::kDOFull + 8 * i, 1);
+      ptx::mbarrier_init(base + S::kDOFull + 8 * i, kCenter ? 2 : 1);
       ptx::mbarrier_init(base + S::kDOEmpty + 8 * i, kWarps);
       ptx::mbarrier_init(base + S::kDSFull + 8 * i, kWarps);
       ptx::mbarrier_init(base + S::kDSEmpty + 8 * i, kWarps);
       ptx::mbarrier_init(base + S::kShareFull + 8 * i, kWarps);
-      ptx::mbarrier_init(base + S::kShareEmpty + 8 * i, 32);
-      ptx::st_shared(base + S::kSmallAt + 4 * i, 0);
+      ptx::mbarrier_init(base + S::kShareEmpty + 8 * i, 1);
     }
     if constexpr (kCenter) ptx::mbarrier_init(base + S::kRowsEmpty, 32);
     ptx::fence_mbarrier_init();
@@ -83,7 +84,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   if constexpr (kCenter) write_ones<Half>(base + S::kOnes, threadIdx.x);
   __syncthreads();
-  const i32 ticket = ptx::ld_shared(base + S::kTicket);
+  // Known to be alike in all lanes, as is what follows from it: descriptors then cost little.
+  const i32 ticket = __shfl_sync(kWholeWarp, ptx::ld_shared(base + S::kTicket), 0);
   if (ticket >= params.pieces) {
     Conversion<S, kFloatOut, kCenter>(params, ticket - params.pieces)
         .run(reinterpret_cast<float*>(shared));
@@ -107,16 +109,11 @@ __global__ void __launch_bounds__(kThreads, 1)
           ptx::tma_load_4d(to + i * panel_bytes, map, full, i * kPanelCols, row, head, piece.batch);
       };
       Walk walk = Walk::at(piece, params.group, 0);
-      // Whether dQ of a step's block is centred: asked for a step ahead, told with dO.
-      const auto centered = Centered::of(params, piece.batch, piece.kv_head);
-      auto ask = [&] { return kCenter && centered.template any<kBlockM>(walk.block * kBlockM); };
-      bool any = ask();
       ptx::mbarrier_arrive_expect_tx(base + S::kKeysFull, K::kBytes + V::kBytes);
       load(params.k_map, base + S::kK, base + S::kKeysFull, K::kCount, K::kPanelBytes,
            piece.first_key, piece.kv_head);
       load(params.v_map, base + S::kV, base + S::kKeysFull, V::kCount, V::kPanelBytes,
            piece.first_key, piece.kv_head);
-      i32 centered_steps = 0;
       for (i32 step = 0; step < piece.steps; ++step) {
         const u32 stage = step % 2, parity = step / 2 % 2 ^ 1;
         const i32 row = walk.block * kBlockM;
@@ -129,22 +126,16 @@ __global__ void __launch_bounds__(kThreads, 1)
              walk.head);
         ptx::bulk_load(base + S::kLse + stage * kBlockM * 4, params.lse2 + at, kBlockM * 4, q_full);
         ptx::mbarrier_wait(base + S::kDOEmpty + 8 * stage, parity);
-        if constexpr (kCenter) {
-          ptx::st_shared(base + S::kCentered + 4 * (step % S::kMarks),
-                         any ? 2 | centered_steps % 2 : 0);
-          centered_steps += any;
-        }
         ptx::mbarrier_arrive_expect_tx(do_full, DO::kBytes + kBlockM * 4);
         load(params.dout_map, base + S::kDO + stage * DO::kBytes, do_full, DO::kCount,
              DO::kPanelBytes, row, walk.head);
         ptx::bulk_load(base + S::kDelta + stage * kBlockM * 4, params.delta + at, kBlockM * 4,
                        do_full);
         walk.next(piece);
-        if (step + 1 < piece.steps) any = ask();
       }
     } else if (warp == 1 || warp == 2) {
       // -- Two warps that add dQ, step after step in turn ----------------------------------------
-      const u32 mine = warp - 1;
+      const u32 mine = __shfl_sync(kWholeWarp, warp - 1, 0);  // known to be alike in all lanes
       for (i32 step = mine; step < piece.steps; step += 2) {
         const Walk walk = Walk::at(piece, params.group, step);
         const i32 blocks = (band.n_q + kBlockM - 1) / kBlockM;
@@ -156,9 +147,23 @@ __global__ void __launch_bounds__(kThreads, 1)
           rows.take(base + S::kRows);
           ptx::mbarrier_arrive(base + S::kRowsEmpty);
         }
-        add_share<S::kShareBytes, kBlockM>(
-            params, block_at, turn, base + S::kShare + mine * S::kShareBytes,
-            base + S::kShareEmpty + 8 * mine, base + S::kSmallAt + 4 * mine, rows);
+        add_share<S::kShareBytes, kBlockM>(params, block_at, turn,
+                                           base + S::kShare + mine * S::kShareBytes,
+                                           base + S::kShareEmpty + 8 * mine, rows);
+      }
+    } else if (kCenter && threadIdx.x == 96) {
+      // -- Says with dO whether the block of a step has a centred row ----------------------------
+      const Centered centered = Centered::of(params, piece.batch, piece.kv_head);
+      Walk walk = Walk::at(piece, params.group, 0);
+      i32 centered_steps = 0;
+      for (i32 step = 0; step < piece.steps; ++step) {
+        const bool any = centered.any<kBlockM>(walk.block * kBlockM);
+        ptx::mbarrier_wait(base + S::kDOEmpty + 8 * (step % 2), step / 2 % 2 ^ 1);
+        ptx::st_shared(base + S::kCentered + 4 * (step % S::kMarks),
+                       any ? 2 | centered_steps % 2 : 0);
+        ptx::mbarrier_arrive(base + S::kDOFull + 8 * (step % 2));
+        centered_steps += any;
+        walk.next(piece);
       }
     }
     return;
@@ -205,17 +210,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   Specials<S> specials(params, piece, shared, mine, thread);
   i32 step = 0;
   Walk walk = Walk::at(piece, params.group, 0);
-  if (piece.steps > 0) {
-    ptx::mbarrier_wait(base + S::kKeysFull, 0);
-    if (params.masked) specials.look_at_keys();
-  }
-  // Sums of rows of dS, where the block has a centred row: a product of its own, so that other
-  // steps look at their mark and do nothing more. Of this warpgroup's queries, or, of blocks of up
-  // to 64, of all by the first one, which reads 64 rows.
+  // Sums of rows of dS, where the block has a centred row: of this warpgroup's queries, or, of
+  // blocks of up to 64, of all by the first one, which reads 64 rows.
   constexpr bool kBothSum = kBlockM == 128;
-  auto mark_to_sum = [&](i32 of_step) {
-    return kCenter && (kBothSum || mine == 0) ? mark_of(of_step) : 0;
-  };
   auto sum_rows = [&](u32 mark, i32 of_step) {
     float rows[2][1][2];
     ptx::fence_operands(rows);
@@ -231,41 +228,63 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::mbarrier_wait(base + S::kRowsEmpty, mark % 2 ^ 1);
     store_row_sums<kBothSum, kBlockM>(base + S::kRows, rows);
   };
-  // dQ's way out. The product has been waited for.
-  auto hand_out = [&](Accumulator<S::kPartM / 8>& dq, u32 mark, i32 of_step, bool in_keys) {
+  // dQ's way out, when its product has been waited for.
+  auto hand_out = [&](Accumulator<S::kPartM / 8>& dq, i32 of_step, bool holds_ds) {
     const u32 i = of_step % 2, parity = of_step / 2 % 2;
-    if (in_keys) {
-      specials.add_keys(dq, shared + S::kDS + i * DS::kBytes, of_step,
-                        K::kCount == 2 ? mine * kPanelCols : 0,
-                        K::kCount == 2 ? 0 : mine * S::kPartM);
-      __syncwarp();  // all lanes have read dS
-    }
-    if (mark == 0) arrive(base + S::kDSEmpty + 8 * i);
+    if (!holds_ds) arrive(base + S::kDSEmpty + 8 * i);
     ptx::mbarrier_wait(base + S::kShareEmpty + 8 * i, parity ^ 1);
     store_share(base + S::kShare + i * S::kShareBytes + share_at, dq);
-    if (holds_small(dq) && lane == 0) ptx::st_shared(base + S::kSmallAt + 4 * i, kSmall);
-    if (mark != 0) sum_rows(mark, of_step);
+  };
+  auto tell = [&](i32 of_step) {
     ptx::fence_proxy_async();
     __syncwarp();
-    arrive(base + S::kShareFull + 8 * i);
+    arrive(base + S::kShareFull + 8 * (of_step % 2));
   };
+  // The same where K has NaN or Inf, or the block a centred row (`mark`).
+  auto add_keys = [&](Accumulator<S::kPartM / 8>& dq, i32 of_step) {
+    if (!specials.in_keys) return;
+    specials.add_keys(dq, shared + S::kDS + of_step % 2 * DS::kBytes, of_step,
+                      K::kCount == 2 ? mine * kPanelCols : 0,
+                      K::kCount == 2 ? 0 : mine * S::kPartM);
+    __syncwarp();  // all lanes have read dS
+  };
+  auto sums_rows = [&](u32 mark) { return kCenter && mark != 0 && (kBothSum || mine == 0); };
 
-  // any: masks and what they hide may matter. Both versions are inlined: the other is short.
+  float s_next[2][kGroups][2];
+  if (piece.steps > 0) {
+    ptx::mbarrier_wait(base + S::kKeysFull, 0);
+    if (params.masked) specials.look_at_keys();
+    if (specials.in_keys) specials.clear_keys();
+    if constexpr (S::kAhead) {
+      wait_q(0);
+      issue_scores(s_next, 0);
+      ptx::wgmma_wait_group<0>();
+      ptx::fence_operands(s_next);
+    }
+  }
+
+  // What is rare makes the code of a step long, and a long loop is slow: so the usual step has none
+  // of it. any: masks, what they hide, and centred rows may matter.
+  u32 mark = 0;  // of the step before
   auto advance = [&](bool any) __attribute__((always_inline)) {
     const u32 stage = step % 2, parity = step / 2 % 2;
     const u32 do_tile = base + S::kDO + stage * DO::kBytes;
     const bool plain = !any || piece.plain(walk.block);
     float s[2][kGroups][2], dp[2][kGroups][2], slope[2][kSoftcap ? kGroups : 1][2];
     u32 p_half[kGroups / 2][4], ds_half[kGroups / 2][4];
-    wait_q(step);
-    issue_scores(s, step);
+    if constexpr (S::kAhead) {
+      move(s, s_next);
+    } else {
+      wait_q(step);
+      issue_scores(s, step);
+    }
     ptx::mbarrier_wait(base + S::kDOFull + 8 * stage, parity);
     ptx::fence_operands(dp);
     ptx::wgmma_fence();
     issue_columns<kBf16, V, DO, S::kDv>(dp, v_rows, descriptor(do_tile, 16));
     ptx::wgmma_commit_group();
     bool special = false;
-    if (any && !plain && params.masked) {
+    if (!plain && params.masked) {
       special = specials.template in_rows<kSoftcap>(stage);
       if (special) {
         ptx::wgmma_wait_group<0>();  // what was issued needs them
@@ -274,20 +293,25 @@ __global__ void __launch_bounds__(kThreads, 1)
         specials.clear_rows(stage);
       }
     }
+    const Place place = Place::of(ptx::thread_index() % 128);
+    Seen<kGroups> seen;
+    if (!plain)
+      seen.look(place, RowsOfKey{band, walk.block * kBlockM, piece.first_key + mine * 64});
     wait_turn();
-    ptx::wgmma_wait_group<1>();
-    ptx::fence_operands(s);
-    const RowsOfKey seen{band, walk.block * kBlockM, piece.first_key + mine * 64};
+    if constexpr (!S::kAhead) {
+      ptx::wgmma_wait_group<1>();
+      ptx::fence_operands(s);
+    }
     if (any && specials.in_keys) specials.add_to_scores(s, walk, mine * 64, 0);
     probabilities<kSoftcap>(s, slope, base + S::kLse + (stage * kBlockM + place.column) * 4,
                             params);
-    if (!plain) clear_unseen(s, place, seen);
+    if (!plain) clear_unseen(s, seen);
     pack<Half>(p_half, s);
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(dp);
     score_gradients<kSoftcap>(dp, s, slope,
                               base + S::kDelta + (stage * kBlockM + place.column) * 4);
-    if (!plain) clear_unseen(dp, place, seen);
+    if (!plain) clear_unseen(dp, seen);
     pack<Half>(ds_half, dp);
     const u32 ds_tile = base + S::kDS + stage * DS::kBytes;
     ptx::mbarrier_wait(base + S::kDSEmpty + 8 * stage, parity ^ 1);
@@ -315,38 +339,75 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::wgmma_commit_group();
     __syncwarp();
     arrive(base + S::kDSFull + 8 * stage);
+    if (S::kAhead && step + 1 < piece.steps) wait_q(step + 1);
     if (step > 0) ptx::mbarrier_wait(base + S::kDSFull + 8 * (stage ^ 1), (step - 1) / 2 % 2);
 
-    // dQ of the step before: meanwhile the other warpgroup has written its dS, too. In the first
-    // step of a piece it is a product of whatever is there, and not used.
-    float dq[2][S::kPartM / 8][2];
-    issue_share(dq, step + 1);
-    ptx::fence_operands(dk);
-    ptx::fence_operands(ds_half);
-    ptx::wgmma_fence();
-    issue_rows<kBf16>(dk, ds_half, descriptor(base + S::kQ + stage * Q::kBytes, Q::kPanelBytes));
-    ptx::wgmma_commit_group();
-    const u32 mark = mark_to_sum(step - 1);  // in the first step whatever is there, and not used
+    // dK, and dQ of the step before, for which the other warpgroup has meanwhile written its dS,
+    // too. Of no step before the first, and of S none behind the last, they are products of
+    // whatever is there, and not used.
+    float dq[2][S::kPartM / 8][2], s_after[2][kGroups][2];
+    auto issue_dk = [&] {
+      ptx::fence_operands(dk);
+      ptx::fence_operands(ds_half);
+      ptx::wgmma_fence();
+      issue_rows<kBf16>(dk, ds_half, descriptor(base + S::kQ + stage * Q::kBytes, Q::kPanelBytes));
+      ptx::wgmma_commit_group();
+    };
+    auto end_dv = [&] {
+      ptx::fence_operands(dv);
+      ptx::fence_operands(p_half);
+      arrive(base + S::kDOEmpty + 8 * stage);
+    };
+    auto end_dk = [&] {
+      ptx::fence_operands(dk);
+      ptx::fence_operands(ds_half);
+      arrive(base + S::kQEmpty + 8 * stage);
+    };
+    if constexpr (S::kAhead) {
+      ptx::wgmma_wait_group<0>();
+      end_dv();
+      issue_dk();
+      issue_share(dq, step + 1);
+      issue_scores(s_after, step + 1);
+    } else {
+      issue_share(dq, step + 1);
+      issue_dk();
+    }
+    const bool to_sum = any && step > 0 && sums_rows(mark);
+    const u32 mark_here = kCenter ? mark_of(step) : 0;
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(dq);
-    ptx::fence_operands(dv);
-    ptx::fence_operands(p_half);
-    arrive(base + S::kDOEmpty + 8 * stage);
-    if (step > 0) hand_out(dq, mark, step - 1, any && specials.in_keys);
+    if constexpr (S::kAhead) {
+      end_dk();
+    } else {
+      end_dv();
+    }
+    if (step > 0) {
+      if (any) add_keys(dq, step - 1);
+      hand_out(dq, step - 1, to_sum);
+      if (!to_sum) tell(step - 1);
+    }
     ptx::wgmma_wait_group<0>();
-    ptx::fence_operands(dk);
-    ptx::fence_operands(ds_half);
-    arrive(base + S::kQEmpty + 8 * stage);
+    if constexpr (S::kAhead) {
+      ptx::fence_operands(s_after);
+      move(s_next, s_after);
+    } else {
+      end_dk();
+    }
+    if (to_sum) {  // when no other product runs
+      sum_rows(mark, step - 1);
+      tell(step - 1);
+    }
+    mark = mark_here;
     ++step;
     walk.next(piece);
   };
-#pragma unroll 1
+  auto usual = [&] { return !specials.in_keys && mark == 0 && piece.plain(walk.block); };
   while (step < piece.steps) {
-    if (specials.in_keys || !piece.plain(walk.block)) {
-      advance(true);
-    } else {
-      advance(false);
-    }
+#pragma unroll 1
+    for (; step < piece.steps && !usual();) advance(true);
+#pragma unroll 1
+    for (; step < piece.steps && usual();) advance(false);
   }
   if (piece.steps > 0) {
     const i32 last = piece.steps - 1;
@@ -355,7 +416,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     issue_share(dq, last);
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(dq);
-    hand_out(dq, mark_to_sum(last), last, specials.in_keys);
+    add_keys(dq, last);
+    hand_out(dq, last, sums_rows(mark));
+    if (sums_rows(mark)) sum_rows(mark, last);
+    tell(last);
   }
 
   // -- dK and dV: in halves through the places of K and V ------------------------------------

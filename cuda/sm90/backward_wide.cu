@@ -297,6 +297,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (mine == 1) next();
     ptx::mbarrier_wait(base + S::kKeysFull, 0);
     if (params.masked) specials.look_at_keys();
+    if (specials.in_keys) specials.clear_keys();
     if constexpr (kCenter) {
       if (thread == 0) ptx::st_shared(in_keys_at, specials.in_keys);
       ptx::bar_sync(kWarpgroup + mine, 128);
@@ -329,11 +330,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     if (any && in_keys()) specials.add_to_scores(s, walk, 0, 0);
     u32 p_half[kGroups / 2][4], ds_half[kGroups / 2][4];
-    const RowsOfKey seen{band, walk.block * kBlockM, piece.first_key};
+    Seen<kGroups> seen;
+    if (!plain) seen.look(place, RowsOfKey{band, walk.block * kBlockM, piece.first_key});
 #pragma unroll
     for (int kk = 0; kk < kGroups / 2; ++kk) {
       const u32 rows = (mine * kBlockM + 16 * kk + place.column) * 4;
-      const Place at{place.key, place.column + 16 * kk};
       float p[2][2][2], ds[2][2][2], slope[2][kSoftcap ? 2 : 1][2];
       u32 half[1][4];
 #pragma unroll
@@ -342,12 +343,12 @@ __global__ void __launch_bounds__(kThreads, 1)
         ds[i / 4][i / 2 % 2][i % 2] = dp[i / 4][2 * kk + i / 2 % 2][i % 2];
       }
       probabilities<kSoftcap>(p, slope, base + S::kLse + rows, params);
-      if (!plain) clear_unseen(p, at, seen);
+      if (!plain) clear_unseen(p, seen, 2 * kk);
       pack<Half>(half, p);
 #pragma unroll
       for (int i = 0; i < 4; ++i) p_half[kk][i] = half[0][i];
       score_gradients<kSoftcap>(ds, p, slope, base + S::kDelta + rows);
-      if (!plain) clear_unseen(ds, at, seen);
+      if (!plain) clear_unseen(ds, seen, 2 * kk);
       pack<Half>(half, ds);
 #pragma unroll
       for (int i = 0; i < 4; ++i) ds_half[kk][i] = half[0][i];

@@ -50,6 +50,12 @@ template <int kGroups>
 using Accumulator = float[2][kGroups][2];
 
 template <int kGroups>
+__device__ __forceinline__ void move(Accumulator<kGroups>& to, const Accumulator<kGroups>& from) {
+#pragma unroll
+  for (int i = 0; i < 4 * kGroups; ++i) (&to[0][0][0])[i] = (&from[0][0][0])[i];
+}
+
+template <int kGroups>
 __device__ __forceinline__ void clear(Accumulator<kGroups>& x) {
 #pragma unroll
   for (int i = 0; i < 4 * kGroups; ++i) (&x[0][0][0])[i] = 0.0f;
@@ -191,20 +197,39 @@ struct Place {
   }
 };
 
-// Zeros where a row does not see a key. seen: the columns that a key's row sees.
-template <int kGroups, class Seen>
-__device__ __forceinline__ void clear_unseen(Accumulator<kGroups>& x, const Place& place,
-                                             const Seen& seen) {
+// Which of this thread's columns each of its keys' rows sees: a bit for each, kGroups pairs.
+template <int kGroups>
+struct Seen {
+  static_assert(kGroups <= 16, "a word has 32 bits");
+  u32 bits[2] = {0, 0};
+
+  // visible: the columns that a key's row sees.
+  template <class Visible>
+  __device__ __forceinline__ void look(const Place& place, const Visible& visible) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const Range range = visible(place.key + 8 * h);
+      bits[h] = below(range.high - place.column) & ~below(range.low - place.column);
+    }
+  }
+
+  // Bits of the columns 8 j + e (e = 0, 1) below x.
+  __device__ __forceinline__ static u32 below(int x) {
+    x = min(max(x, 0), 8 * kGroups);
+    const int count = x / 8 * 2 + min(x % 8, 2);
+    return count < 32 ? (1u << count) - 1 : 0xffffffffu;
+  }
+};
+
+// Zeros where a row does not see a key. first: of x's groups among those of `seen`.
+template <int kGroups, int kAll>
+__device__ __forceinline__ void clear_unseen(Accumulator<kGroups>& x, const Seen<kAll>& seen,
+                                             int first = 0) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const Range range = seen(place.key + 8 * h);
-    const int low = range.low - place.column, high = range.high - place.column;
 #pragma unroll
-    for (int j = 0; j < kGroups; ++j) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        if (j * 8 + e < low || j * 8 + e >= high) x[h][j][e] = 0.0f;
-      }
+    for (int i = 0; i < 2 * kGroups; ++i) {
+      if ((seen.bits[h] >> (2 * first + i) & 1) == 0) x[h][i / 2][i % 2] = 0.0f;
     }
   }
 }

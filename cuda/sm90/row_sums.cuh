@@ -47,36 +47,24 @@ __device__ __forceinline__ void store_row_sums(u32 to, const Accumulator<1>& row
 template <class S, bool kOn_>
 struct RowShare {
   static constexpr bool kOn = kOn_;
-  static constexpr int kLanes = S::kBlockM / 4;  // a lane has four rows
-  float4 r;
+  static constexpr int kCount = kOn ? S::kBlockM / 32 : 1;  // row j of a lane: 32 j + lane
+  float r[kCount];
   bool any = false;  // whether some row of the block is centred
 
   __device__ __forceinline__ static int lane() { return ptx::thread_index() % 32; }
 
   __device__ __forceinline__ void take(u32 from) {
     any = true;
-    r = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (lane() < kLanes) r = ptx::ld_shared_v4(from + 16 * lane());
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) r[j] = ptx::ld_shared_f32(from + 4 * (32 * j + lane()));
   }
 
-  __device__ __forceinline__ bool small() const {
-    const bool mine = is_small(r.x) || is_small(r.y) || is_small(r.z) || is_small(r.w);
-    return __any_sync(kWholeWarp, mine);
-  }
-
-  // first: nothing was added before. exactly: with subnormals.
-  __device__ __forceinline__ void add(float* sums, bool first, bool exactly) const {
-    if (lane() >= kLanes) return;
-    float4* const at = reinterpret_cast<float4*>(sums) + lane();
-    if (first) {
-      ptx::st_cg(at, r);
-    } else if (exactly) {
-      const float4 old = ptx::ld_cg(at);
-      ptx::st_cg(at, make_float4(__fadd_rn(old.x, r.x), __fadd_rn(old.y, r.y),
-                                 __fadd_rn(old.z, r.z), __fadd_rn(old.w, r.w)));
-    } else {
-      ptx::red_add_v4(sums + 4 * lane(), r.x, r.y, r.z, r.w);
-    }
+  // first: nothing was added before.
+  __device__ __forceinline__ void add(float* sums, bool first) const {
+    sums += lane();
+#pragma unroll
+    for (int j = 0; j < kCount; ++j)
+      ptx::st_cg(sums + 32 * j, first ? r[j] : __fadd_rn(ptx::ld_cg(sums + 32 * j), r[j]));
   }
 };
 

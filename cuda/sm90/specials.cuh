@@ -46,14 +46,16 @@ struct Specials {
       : params(params), piece(piece), shared(shared), mine(mine), thread(thread) {}
 
   __device__ __forceinline__ bool agree(bool found) const {
-    return ptx::bar_red_or(kWarpgroup + mine, 128, found);
+    return __any_sync(kWholeWarp, ptx::bar_red_or(kWarpgroup + mine, 128, found));
   }
 
-  // Once, when K has arrived.
+  // Once, when K has arrived; a warpgroup looks at all of it.
   __device__ __forceinline__ void look_at_keys() {
     in_keys = agree(finds_nonfinite<Half, S::K::kBytes, 128>(shared + S::kK, thread));
-    if (!in_keys) return;
-    ptx::bar_sync(kBoth, kConsumers);  // both have looked
+  }
+  // If it has some, when both have looked and no product needs them any more.
+  __device__ __forceinline__ void clear_keys() const {
+    ptx::bar_sync(kBoth, kConsumers);
     clear_nonfinite<Half, S::K::kBytes, kConsumers>(shared + S::kK, mine * 128 + thread);
     ptx::fence_proxy_async();
     ptx::bar_sync(kBoth, kConsumers);

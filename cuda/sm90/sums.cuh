@@ -12,11 +12,11 @@
 // with the lowest ticket waits for nobody, ends, and then the next, whatever else is resident.
 // Tickets behind those of the tiles convert the sums (sm90/convert.cuh).
 //
-// Small numbers. Additions in global memory flush subnormals, the Plan's do not. They agree while
+// Small numbers. The Plan's additions keep subnormals, and so do bulk additions (measured: the PTX
+// text does not say). Additions from registers, above 128 columns, flush them. The two agree while
 // all shares of a block are 0 or at least 2^-101: those are multiples of 2^-124, and so are their
-// sums, none of which then is subnormal. A share with something smaller (or that comes with such a
-// sum of a row of dS) is added by the warp itself, and so are all later ones of its block, whose
-// count says so.
+// sums, none of which then is subnormal. A share with something smaller is added by loads and
+// stores, and so are all later ones of its block, whose count says so.
 //
 // Sums of the rows of dS (sm90/row_sums.cuh), where dQ is centred, are added when the share is,
 // before the count is raised. Up to 128 columns they come with it, through a place of which there
@@ -90,50 +90,36 @@ __device__ __forceinline__ void add_registers(float* to, const Accumulator<kGrou
 }
 
 // By a whole warp: a share at `from` to the sums of a block when it is this tile's turn. empty: the
-// barrier that says, with one arrival a lane, when it may be overwritten. small_at: kSmall if the
-// share holds something small. rows: sums of the tile of dS whose share it is.
+// barrier that says that it may be overwritten. rows: sums of the tile of dS whose share it is.
 template <u32 kBytes, int kBlockM, class Rows>
 __device__ __forceinline__ void add_share(const BackwardParams& params, i32 block_at, i32 turn,
-                                          u32 from, u32 empty, u32 small_at, const Rows& rows) {
-  const int lane = threadIdx.x % 32;
-  i32 mark = lane == 0 ? ptx::ld_shared(small_at) : 0;
+                                          u32 from, u32 empty, const Rows& rows) {
+  i32* const told = params.turns + block_at;
   if (turn > 0) {
-    i32 found;
-    do {
-      found = ptx::ld_relaxed_gpu(params.turns + block_at);
-    } while ((found & ~kSmall) != turn);
-    mark |= found & kSmall;
+    while (ptx::ld_relaxed_gpu(told) != turn) {
+    }
     ptx::fence_acquire_gpu();
     ptx::fence_proxy_async_all();  // what was added before, or stored, comes before what we add
   }
-  mark = __shfl_sync(kWholeWarp, mark, 0);
-  if (Rows::kOn && rows.any) {
-    if (rows.small()) mark |= kSmall;
-    rows.add(params.row_sums + static_cast<i64>(block_at) * kBlockM, turn == 0, mark != 0);
-  }
-  float* const to = params.sums + static_cast<i64>(block_at) * (kBytes / 4);
-  if (turn > 0 && mark != 0) {
-#pragma unroll 1
-    for (int i = lane; i < static_cast<int>(kBytes / 4); i += 32)
-      ptx::st_cg(to + i, __fadd_rn(ptx::ld_cg(to + i), ptx::ld_shared_f32(from + i * 4)));
-    ptx::fence_proxy_async_all();
-    if (lane == 0) ptx::st_shared(small_at, 0);
-    ptx::mbarrier_arrive(empty);
-    __syncwarp();
-  } else if (lane == 0) {
+  const bool first_lane = threadIdx.x % 32 == 0;
+  if (first_lane) {
+    float* const to = params.sums + static_cast<i64>(block_at) * (kBytes / 4);
     if (turn == 0) {
       ptx::bulk_store(to, from, kBytes);
     } else {
       ptx::bulk_add_f32(to, from, kBytes);
     }
     ptx::cp_async_bulk_commit_group();
+  }
+  if (Rows::kOn && rows.any)
+    rows.add(params.row_sums + static_cast<i64>(block_at) * kBlockM, turn == 0);
+  if (first_lane) {
     ptx::cp_async_bulk_wait_group_read<0>();
-    ptx::st_shared(small_at, 0);
-    ptx::mbarrier_arrive(empty, 32);
+    ptx::mbarrier_arrive(empty);
     ptx::cp_async_bulk_wait_group<0>();
   }
   if (Rows::kOn && rows.any) __syncwarp();
-  if (lane == 0) ptx::st_release_gpu(params.turns + block_at, turn + 1 | mark);
+  if (first_lane) ptx::st_release_gpu(told, turn + 1);
   __syncwarp();
 }
 
