@@ -314,9 +314,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
       // S of a tile, capped, -inf where not seen.
       auto mask = [&](i32 tile) {
         if (tile >= full_begin && tile < full_end) return;
-        const int thread = ptx::thread_index() % 128;
-        hide(s, band, first_row + thread / 32 * 16 + thread % 32 / 4,
-             tile * kBlockN + thread % 4 * 2);
+        hide(s, band, first_row, tile * kBlockN, ptx::thread_index() % 128);
       };
       auto cap = [&] {
         if constexpr (kSoftcap) {
