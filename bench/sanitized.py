@@ -5,10 +5,10 @@ is added exactly, and with keys whose mean has dQ centred.
 
     compute-sanitizer --tool memcheck python -m bench.sanitized
 
-initcheck before its version 2025.4 does not see what bulk copies write: the first share of dQ's
-sums, and dK and dV, of the Hopper backward. With --fill gradients and workspaces of halves are
-filled first, so that it has nothing to say of them, and what it would say is checked here: two
-fillings, NaN and a number, give the same bits.
+initcheck before its version 2025.4 does not see what bulk copies write: O and what rounding takes
+from it, of the Hopper forward, the first share of dQ's sums, and dK and dV, of its backward. With
+--fill results and workspaces are filled first, so that it has nothing to say of them, and what it
+would say is checked here: two fillings, NaN and a number, give the same bits.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ def filled(value: int | None) -> Iterator[None]:
 
 def run(arrays: Any, dout: Any, dlse: Any = None, *, fill: bool = False, **options: Any) -> None:
     """All kernels of one problem. Raises AssertionError where what was in memory matters."""
-    _, vjp = cuflash.attention_vjp(*arrays, **options)
     first: list[bytes] | None = None
     for value in (0xFF, 0x3F) if fill else (None,):  # NaN, and a number near 1
         with filled(value):
-            found = [x.get().tobytes() for x in vjp(dout, dlse)]
+            out, vjp = cuflash.attention_vjp(*arrays, **options)
+            found = [x.get().tobytes() for x in (out, *vjp(dout, dlse))]
         assert first is None or found == first, (
             "memory is read before it is written, or not written"
         )

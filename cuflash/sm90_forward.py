@@ -36,7 +36,7 @@ WIDTHS = (64, 96, 128, 192, 256)
 #: Heads are walked side by side as long as their K and V fit into this much of the L2 cache.
 L2_BYTES = 32 * 2**20
 
-MAPS = ("q", "k", "v")
+MAPS = ("q", "k", "v", "out", "rest")
 DIVISOR = [("multiplier", np.uint32), ("shift", np.uint32)]
 #: cuflash::sm90::Order.
 ORDER_COUNTS = ("works", "blocks", "first_block", "next_block", "whole_sets", "set", "last")
@@ -97,13 +97,19 @@ def panels(width: int) -> int:
     return -(-width // 64)
 
 
+def is_staged(d_v: int) -> bool:
+    """Whether O in halves leaves through shared memory: sm90::Shape."""
+    return width_of(d_v) <= 128
+
+
 def shared_bytes(plan: Plan, d: int, d_v: int, schedule: Schedule) -> int:
     """Dynamic shared memory: sm90::Layout."""
     k, v = panels(width_of(d)), panels(width_of(d_v))
     q_slots = schedule.q_stages * schedule.warpgroups
     tiles = 128 * (q_slots * 64 * k + schedule.stages * plan.tile_n * (k + v))
     ones = 2048 if plan.numerics.row_sum == "rounded" else 0
-    return tiles + ones + 8 * (5 * schedule.stages + 2 * q_slots + 5) + 4 * schedule.stages
+    out = 2 * 64 * 128 * schedule.warpgroups if is_staged(d_v) else 0
+    return tiles + out + ones + 8 * (5 * schedule.stages + 2 * q_slots + 5) + 4 * schedule.stages
 
 
 def schedule_of(d: int, d_v: int, softcap: bool) -> Schedule:
@@ -220,7 +226,7 @@ def _prepared(
     fields = common_fields(problem, plan) | order
     fields |= {"masked": is_masked(problem), "stale_limit": 2.0**plan.stale_limit}
     keys = plan.tile_n // s.cluster
-    return launch, (64, keys, keys), tail_of(FIELDS, fields)
+    return launch, (64, keys, keys, 16, 16), tail_of(FIELDS, fields)
 
 
 def forward(
@@ -234,8 +240,12 @@ def forward(
     """See `launch.Launcher.forward`."""
     p = problem
     launch, rows, tail = _prepared(p.shapes, plan, schedule, p.device)
-    boxes = zip((p.q, p.k, p.v), rows, strict=True)
-    maps = b"".join(tensor_map(x, plan.format, n) for x, n in boxes)
+    staged = plan.numerics.out == "input" and is_staged(p.d_v)
+    mapped = (p.q, p.k, p.v, out if staged else None, rest if staged else None)
+    maps = b"".join(
+        bytes(MAP_BYTES) if x is None else tensor_map(x, plan.format, n)
+        for x, n in zip(mapped, rows, strict=True)
+    )
     handed_out = counter(p.device)
     fields = packed(FIELDS, (p.v, out, rest), (lse, handed_out), tail)
     params = bytearray(PARAMS.itemsize)

@@ -2,7 +2,9 @@
 // parameters.
 #pragma once
 
+#include "ptx/barrier.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/stmatrix.cuh"
 #include "ptx/tma.cuh"
 #include "sm90/schedule.cuh"
 #include "sm90/softmax.cuh"
@@ -12,6 +14,7 @@ namespace cuflash::sm90 {
 
 struct ForwardParams {
   ptx::TensorMap q_map, k_map, v_map;
+  ptx::TensorMap out_map, rest_map;  // where Shape::kStaged, of half outputs
   const u16* v;
   void* out;
   u16* rest;     // what O lost when it was rounded, in the order of out; null if nobody asks
@@ -90,11 +93,75 @@ __device__ __forceinline__ void write_halves(const ForwardParams& params, u16* t
   }
 }
 
+// The same through shared memory: a warp puts its sixteen rows there, panel after panel, and TMA
+// takes them while the warp goes on. A block of rows begins when all its places are free; of its
+// panels, of which `first` were before these, the n-th has place n % 2, free again when all stores
+// but the last have read theirs.
+template <class T, int kColumns, class Pack>
+__device__ __forceinline__ void stage_halves(const ptx::TensorMap& map, u32 places, int first,
+                                             const Rows& rows, const Band& band, int lane,
+                                             const Scores<kColumns>& o, Pack pack) {
+  // Some of them are there if the first is: a head's first block lacks a multiple of 64 rows.
+  const bool there = exists(band, rows.first);
+#pragma unroll
+  for (int panel = 0; panel < T::kCount; ++panel) {
+    const u32 place = places + (first + panel) % 2 * T::kPanelBytes;
+    ptx::cp_async_bulk_wait_group_read<1>();
+    __syncwarp();
+#pragma unroll
+    for (int column = 0; column < min(kPanelCols, T::kCols - panel * kPanelCols); column += 16) {
+      const int j = (panel * kPanelCols + column) / 8;
+      u32 x[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[e] = pack(o[e % 2][j + e / 2][0], o[e % 2][j + e / 2][1]);
+      ptx::stmatrix_x4(place + T::chunk(lane % 16, column + lane / 16 * 8), x[0], x[1], x[2], x[3]);
+    }
+    ptx::fence_proxy_async();
+    __syncwarp();
+    if (lane == 0) {
+      if (there)
+        ptx::tma_store_4d(place, map, panel * kPanelCols, rows.first, rows.head, rows.batch);
+      ptx::cp_async_bulk_commit_group();
+    }
+  }
+}
+
+// O of a warpgroup's rows, and what rounding takes from it. places: of its warps, for panels.
+template <class S, bool kFloatOut, int kColumns>
+__device__ __forceinline__ void write_output(const ForwardParams& params, const Rows& rows,
+                                             u32 places, const Scores<kColumns>& o) {
+  using Half = typename S::Half;
+  const int thread = threadIdx.x % 128;
+  const i32 row = rows.first + thread / 32 * 16 + thread % 32 / 4;
+  auto rounded = [](float x, float y) { return Half::pack(x, y); };
+  auto rest = [](float x, float y) { return pack_rest<Half>(x, y, Half::pack(x, y)); };
+  if constexpr (kFloatOut) {
+    write_float<S::kDv>(params, rows, row, o);
+  } else if constexpr (S::kStaged) {
+    using T = typename S::O;
+    const int warp = __shfl_sync(kWholeWarp, thread / 32, 0), lane = thread % 32;
+    const Rows own = {rows.batch, rows.head, rows.first + warp * 16};
+    places += warp * 2 * T::kPanelBytes;
+    ptx::cp_async_bulk_wait_group_read<0>();  // by stores of the block before
+    if (params.rest != nullptr)
+      stage_halves<T>(params.rest_map, places, 0, own, params.band, lane, o, rest);
+    stage_halves<T>(params.out_map, places, T::kCount, own, params.band, lane, o, rounded);
+  } else {
+    if (params.rest != nullptr)
+      write_halves<S::kDv>(params, params.rest, params.rest_strides, rows, row, o, rest);
+    write_halves<S::kDv>(params, static_cast<u16*>(params.out), params.out_strides, rows, row, o,
+                         rounded);
+  }
+}
+
 // NaN and Inf of V that were taken out, to the rows of O that see them outside the keys
-// [full_begin, full_end).
+// [full_begin, full_end), when the whole warpgroup has written them.
 template <class Half, bool kFloatOut>
 __device__ __forceinline__ void add_specials(const ForwardParams& params, const Rows& rows,
-                                             i32 full_begin, i32 full_end) {
+                                             u32 barrier, i32 full_begin, i32 full_end) {
+  ptx::cp_async_bulk_wait_group<0>();
+  ptx::fence_proxy_async_all();
+  ptx::bar_sync(barrier, 128);
   const Band& band = params.band;
   const u16* v = params.v + params.v_strides.at(rows.batch, params.order.by_group.of(rows.head), 0);
 #pragma unroll 1

@@ -36,6 +36,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
     ptx::prefetch_tensormap(params.k_map);
     ptx::prefetch_tensormap(params.q_map);
     ptx::prefetch_tensormap(params.v_map);
+    if constexpr (S::kStaged && !kFloatOut) ptx::prefetch_tensormap(params.out_map);
     constexpr u32 kWarps = 4 * kWarpgroups * kCluster;
     const u32 scanners = params.masked ? P::kScanWarps * kCluster : 0;
     for (int i = 0; i < kStages; ++i) {
@@ -314,9 +315,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
       // S of a tile, capped, -inf where not seen.
       auto mask = [&](i32 tile) {
         if (tile >= full_begin && tile < full_end) return;
-        const int thread = ptx::thread_index() % 128;
-        hide(s, band, first_row + thread / 32 * 16 + thread % 32 / 4,
-             tile * kBlockN + thread % 4 * 2);
+        hide(s, band, first_row, tile * kBlockN, ptx::thread_index() % 128);
       };
       auto cap = [&] {
         if constexpr (kSoftcap) {
@@ -430,8 +429,6 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
         const i32 batch = order.by_batch.of(done.flat_head),
                   head = done.flat_head - batch * order.in_batch;
         const Rows rows = {batch, head, done.first_row + 64 * mine};
-        const int thread = ptx::thread_index() % 128;
-        const i32 row = rows.first + thread / 32 * 16 + thread % 32 / 4;
         float inverse[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i)
@@ -441,20 +438,9 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
           float& x = (&o[0][0][0])[i];
           x = __fmul_rn(x, inverse[i / (2 * kColumns)]);
         }
-        if constexpr (kFloatOut) {
-          write_float<S::kDv>(params, rows, row, o);
-        } else {
-          if (params.rest != nullptr) {
-            write_halves<S::kDv>(
-                params, params.rest, params.rest_strides, rows, row, o,
-                [](float x, float y) { return pack_rest<Half>(x, y, Half::pack(x, y)); });
-          }
-          write_halves<S::kDv>(params, static_cast<u16*>(params.out), params.out_strides, rows, row,
-                               o, [](float x, float y) { return Half::pack(x, y); });
-        }
+        write_output<S, kFloatOut>(params, rows, base + L::kO + 4 * mine * L::kOSlot, o);
         if (found) {
-          ptx::bar_sync(kStored + mine, 128);
-          add_specials<Half, kFloatOut>(params, rows, done.clean_begin * kBlockN,
+          add_specials<Half, kFloatOut>(params, rows, kStored + mine, done.clean_begin * kBlockN,
                                         done.clean_end * kBlockN);
           found = false;
         }
@@ -499,6 +485,7 @@ __global__ void __cluster_dims__(P::kCluster, 1, 1) __launch_bounds__(P::kThread
       }
     }
   }
+  if constexpr (S::kStaged && !kFloatOut) ptx::cp_async_bulk_wait_group_read<0>();
   if constexpr (kCluster > 1) {  // a CTA's shared memory stays until its peer is done with it
     __syncwarp();
     ptx::barrier_cluster_arrive_release();

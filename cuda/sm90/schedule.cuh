@@ -17,9 +17,11 @@ struct Shape {
   static constexpr int kD = kD_, kDv = kDv_, kBlockN = kBlockN_;
   static constexpr int kGroups = kBlockN / 8;  // n8 blocks of a tile of scores
   static constexpr bool kBf16 = Half::kOnes == 0x3f803f80u;
-  using Q = Panels<64, kD>;  // of one warpgroup
+  static constexpr bool kStaged = kDv <= 128;  // O in halves leaves through shared memory
+  using Q = Panels<64, kD>;                    // of one warpgroup
   using K = Panels<kBlockN, kD>;
   using V = Panels<kBlockN, kDv>;
+  using O = Panels<16, kDv>;  // of one warp
 };
 
 // What changes no bit. kWarpgroups: consumers. kStages: of K and of V. kQStages: of Q. kPingPong:
@@ -64,14 +66,17 @@ struct Schedule {
 //   of them asks for V of at most j + kStages - 1.)
 // - The producer, for a place of Q. It is given back with the scores of the last tile that its
 //   warpgroup sees, before anything of the next block is asked for.
+// - A warp's first lane, for its stores of O to have read their places: TMA waits for nobody.
 // - The mailbox of work has two places; a place is filled again when all have read it, and all read
 //   a block's number before they start on it.
 // A CTA of a cluster ends with its peer, whose arrivals and loads reach its shared memory.
 template <class S, class P>
 struct Layout {
   static constexpr u32 kQSlot = S::Q::kBytes;
+  static constexpr u32 kOSlot = S::kStaged ? 2 * S::O::kPanelBytes : 0;  // of a warp: two panels
   static constexpr u32 kQ = 0, kK = kQ + P::kQStages * P::kWarpgroups * kQSlot,
-                       kV = kK + P::kStages * S::K::kBytes, kOnes = kV + P::kStages * S::V::kBytes,
+                       kV = kK + P::kStages * S::K::kBytes, kO = kV + P::kStages * S::V::kBytes,
+                       kOnes = kO + 4 * P::kWarpgroups * kOSlot,
                        kBarriers = kOnes + (P::kOnes == Ones::kNone ? 0 : 16 * kPanelPitch);
   // Barriers of 8 bytes.
   static constexpr u32 kKFull = kBarriers, kVFull = kKFull + 8 * P::kStages,

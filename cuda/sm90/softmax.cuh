@@ -16,17 +16,22 @@ constexpr u32 kWholeWarp = 0xffffffffu;
 // |r| >= 2^24, -inf included.
 __device__ __forceinline__ bool unusual(float r) { return !(fabsf(r) < 16777216.0f); }
 
-// Scores of keys that are not seen become -inf. Of this thread: its first row and first key.
+// Scores of keys that are not seen become -inf, in a tile from the warpgroup's first row and from
+// its first key on.
 template <int kGroups>
-__device__ __forceinline__ void hide(Scores<kGroups>& s, const Band& band, i32 row, i32 key) {
+__device__ __forceinline__ void hide(Scores<kGroups>& s, const Band& band, i32 first_row, i32 key,
+                                     int thread) {
+  const i32 low = band.low_from(first_row, key), high = band.high_from(first_row, key);
+  const int row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const i32 low = band.low(row + 8 * i) - key, high = band.high(row + 8 * i) - key;
+    const auto columns = SeenColumns<kGroups>::of(low + row + 8 * i - column,
+                                                  min(high + row + 8 * i, band.n_k - key) - column);
 #pragma unroll
     for (int j = 0; j < kGroups; ++j) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        if (j * 8 + e < low || j * 8 + e >= high) s[i][j][e] = negative_infinity();
+        if (!columns.seen(j, e)) s[i][j][e] = negative_infinity();
       }
     }
   }

@@ -1,5 +1,5 @@
 // Where things are: strides of a tensor, and the band of keys [low, high) that a row sees: every
-// mask (causal, window, alignment) in two integers.
+// mask (causal, window, alignment) in two integers; of a tile, as one bit for each element.
 #pragma once
 
 #include "ptx/types.cuh"
@@ -40,6 +40,38 @@ struct Band {
   __device__ __forceinline__ static i32 near(i64 x) {
     constexpr i64 kFar = 1 << 30;
     return static_cast<i32>(x > kFar ? kFar : (x < -kFar ? -kFar : x));
+  }
+};
+
+// Which of a thread's columns of an accumulator lie in [low, high): its columns are 8 j + e, j <
+// kGroups, e < 2, and the bounds are relative to the first. Bit 2 j + e, 32 of them to a word: a
+// test of a bit is a predicate, and those of many come with one instruction.
+template <int kGroups>
+struct SeenColumns {
+  static constexpr int kWords = (2 * kGroups + 31) / 32;
+  u32 words[kWords];
+
+  __device__ __forceinline__ static SeenColumns of(i32 low, i32 high) {
+    const i32 skipped = below(low), end = below(high);
+    SeenColumns seen;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) seen.words[i] = from(skipped, i) & ~from(end, i);
+    return seen;
+  }
+
+  __device__ __forceinline__ bool seen(int j, int e) const {
+    return words[j / 16] >> (j % 16 * 2 + e) & 1;
+  }
+
+ private:
+  // How many of the columns, were there no end to them, lie below x.
+  __device__ __forceinline__ static i32 below(i32 x) {
+    x = max(x, 0);
+    return (x + 7) / 8 + (x + 6) / 8;
+  }
+  // Word i of ones from bit n on. The shift stops at 32.
+  __device__ __forceinline__ static u32 from(i32 n, int i) {
+    return __funnelshift_lc(0u, ~0u, static_cast<u32>(i == 0 ? n : max(n - 32 * i, 0)));
   }
 };
 
