@@ -296,7 +296,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     const Place place = Place::of(ptx::thread_index() % 128);
     Seen<kGroups> seen;
     if (!plain)
-      seen.look(place, RowsOfKey{band, walk.block * kBlockM, piece.first_key + mine * 64});
+      look<kGroups>(seen, place,
+                    RowsOfKey{band, walk.block * kBlockM, piece.first_key + mine * 64});
     wait_turn();
     if constexpr (!S::kAhead) {
       ptx::wgmma_wait_group<1>();

@@ -331,7 +331,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (any && in_keys()) specials.add_to_scores(s, walk, 0, 0);
     u32 p_half[kGroups / 2][4], ds_half[kGroups / 2][4];
     Seen<kGroups> seen;
-    if (!plain) seen.look(place, RowsOfKey{band, walk.block * kBlockM, piece.first_key});
+    if (!plain) look<kGroups>(seen, place, RowsOfKey{band, walk.block * kBlockM, piece.first_key});
 #pragma unroll
     for (int kk = 0; kk < kGroups / 2; ++kk) {
       const u32 rows = (mine * kBlockM + 16 * kk + place.column) * 4;

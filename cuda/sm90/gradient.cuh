@@ -197,39 +197,30 @@ struct Place {
   }
 };
 
-// Which of this thread's columns each of its keys' rows sees: a bit for each, kGroups pairs.
+// The columns of this thread that see each of its two keys.
 template <int kGroups>
-struct Seen {
-  static_assert(kGroups <= 16, "a word has 32 bits");
-  u32 bits[2] = {0, 0};
+using Seen = SeenColumns<kGroups>[2];
 
-  // visible: the columns that a key's row sees.
-  template <class Visible>
-  __device__ __forceinline__ void look(const Place& place, const Visible& visible) {
+// visible: the columns that see a key.
+template <int kGroups, class Visible>
+__device__ __forceinline__ void look(Seen<kGroups>& seen, const Place& place,
+                                     const Visible& visible) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const Range range = visible(place.key + 8 * h);
-      bits[h] = below(range.high - place.column) & ~below(range.low - place.column);
-    }
+  for (int h = 0; h < 2; ++h) {
+    const Range range = visible(place.key + 8 * h);
+    seen[h] = SeenColumns<kGroups>::of(range.low - place.column, range.high - place.column);
   }
-
-  // Bits of the columns 8 j + e (e = 0, 1) below x.
-  __device__ __forceinline__ static u32 below(int x) {
-    x = min(max(x, 0), 8 * kGroups);
-    const int count = x / 8 * 2 + min(x % 8, 2);
-    return count < 32 ? (1u << count) - 1 : 0xffffffffu;
-  }
-};
+}
 
 // Zeros where a row does not see a key. first: of x's groups among those of `seen`.
 template <int kGroups, int kAll>
-__device__ __forceinline__ void clear_unseen(Accumulator<kGroups>& x, const Seen<kAll>& seen,
-                                             int first = 0) {
+__device__ __forceinline__ void clear_unseen(Accumulator<kGroups>& x,
+                                             const SeenColumns<kAll> (&seen)[2], int first = 0) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
 #pragma unroll
     for (int i = 0; i < 2 * kGroups; ++i) {
-      if ((seen.bits[h] >> (2 * first + i) & 1) == 0) x[h][i / 2][i % 2] = 0.0f;
+      if (!seen[h].seen(first + i / 2, i % 2)) x[h][i / 2][i % 2] = 0.0f;
     }
   }
 }
