@@ -11,12 +11,11 @@ names, the later one first:
 
     UBLKCP.S.G, LDS.64   LSE and delta are loaded into places that consumers have read (kQEmpty,
                          kDOEmpty); reported is each place that is filled again
-    LDS, STS.128         a share with something small is read by the warp that adds it (kShareFull)
-    LDS.128, STS         so are the sums of rows of dS (kShareFull)
+    LDS, STS             sums of rows of dS are read by the warp that adds them (kShareFull)
     LDSM, STSM           above D = 128 dS is read by the warp that sums its rows (kDSFull)
 
-The tile of a conversion is written by STS and read by LDS.128, too: there a missing barrier would
-be excused, which the other kernel, whose conversion is the same, would not do.
+What a conversion subtracts is written by STS and read by LDS, too: there a missing barrier would be
+excused, which the other kernel, whose conversion is the same, would not do.
 
 What makes the other loads, cp.async.bulk.tensor, and what products read, it does not see at all.
 """
@@ -38,7 +37,7 @@ from cuflash.compiler import compile_kernel
 
 #: By kernel, instructions of the later and of the earlier access.
 PAIRS = {
-    "backward": {("UBLKCP.S.G", "LDS.64"), ("LDS", "STS.128"), ("LDS.128", "STS")},
+    "backward": {("UBLKCP.S.G", "LDS.64"), ("LDS", "STS")},
     "backward_wide": {("UBLKCP.S.G", "LDS.64"), ("LDSM.16.M88.4", "STSM.16.MT88.4")},
 }
 SOURCES = {"backward": "sm90/backward.cu", "backward_wide": "sm90/backward_wide.cu"}

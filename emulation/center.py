@@ -38,7 +38,7 @@ SAMPLES, SHARE = 16, 0.5
 #: What part of the samples' size their mean must exceed, in squares. Of independent keys without a
 #: mean it is 1 / SAMPLES on average.
 THRESHOLD = 0.5
-#: Threads that share the columns, eight each, where sizes are summed: a warp.
+#: Threads that share the columns, four each, where sizes are summed: a warp.
 LANES = 32
 
 
@@ -72,7 +72,7 @@ def sampled_keys(lo: Array, hi: Array, center: int) -> tuple[Array, Array, Array
 
 def has_large_mean(samples: Array) -> Array:
     """The rule, (C,), of samples (C, SAMPLES, D) in fp32 in a warp's order: lane l sums the columns
-    8 l to 8 l + 7 (of 256 at a time), then lanes join by exclusive or of 16, 8, 4, 2, 1.
+    4 l to 4 l + 3 (of 128 at a time), then lanes join by exclusive or of 16, 8, 4, 2, 1.
 
     >>> has_large_mean(np.stack([np.ones((16, 8)), np.zeros((16, 8))])).tolist()
     [True, False]
@@ -84,11 +84,11 @@ def has_large_mean(samples: Array) -> Array:
         for t in range(1, SAMPLES):
             total, size = total + x[:, t], rounding.fma(x[:, t], x[:, t], size)
         of_mean = of_keys = xp.zeros((len(x), LANES), np.float32)
-        pad = -x.shape[2] % (8 * LANES)
+        pad = -x.shape[2] % (4 * LANES)
         total, size = (
-            xp.pad(y, ((0, 0), (0, pad))).reshape(len(x), -1, LANES, 8) for y in (total, size)
+            xp.pad(y, ((0, 0), (0, pad))).reshape(len(x), -1, LANES, 4) for y in (total, size)
         )
-        for start, column in itertools.product(range(total.shape[1]), range(8)):
+        for start, column in itertools.product(range(total.shape[1]), range(4)):
             mean, keys = total[:, start, :, column], size[:, start, :, column]
             of_mean = rounding.fma(mean, mean, of_mean)
             of_keys = of_keys + keys

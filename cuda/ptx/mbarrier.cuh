@@ -21,14 +21,6 @@ __device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(barrier) : "memory");
 }
 
-// As that many arrivals at once.
-__device__ __forceinline__ void mbarrier_arrive(u32 barrier, u32 count) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;"
-               :
-               : "r"(barrier), "r"(count)
-               : "memory");
-}
-
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                :

@@ -71,15 +71,6 @@ __device__ __forceinline__ float ld_shared_f32(u32 from) {
   return x;
 }
 
-__device__ __forceinline__ float4 ld_shared_v4(u32 from) {
-  float4 x;
-  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "r"(from)
-               : "memory");
-  return x;
-}
-
 __device__ __forceinline__ float2 ld_shared_v2(u32 from) {
   float2 x;
   asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from) : "memory");

@@ -21,21 +21,31 @@ struct DeltaParams {
   i32 batch, heads, n_q, d_v, pitch;
   i32 kv_heads, d, center;
   i32 words;      // of `centered`, of all heads
-  i32 rule_ctas;  // that decide which rows are centred: they wait for loads, so others run beside
+  i32 rule_ctas;  // that decide which rows are centred: first, since they wait for loads for long
 };
+
+// The halves of one 16-byte piece.
+template <class Half>
+__device__ __forceinline__ void load_chunk(float (&x)[8], const u16* from) {
+  const uint4 words = *reinterpret_cast<const uint4*>(from);
+  const u32 w[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    x[2 * i] = low_half<Half>(w[i]);
+    x[2 * i + 1] = high_half<Half>(w[i]);
+  }
+}
 
 // kChunks: chunks of eight columns, rounded up to a power of two. kCenter: dQ may be centred.
 template <class Half, int kChunks, bool kFloatOut, bool kCenter>
 __global__ void __launch_bounds__(kThreads) delta(const __grid_constant__ DeltaParams params) {
   u32 block = blockIdx.x;
   if constexpr (kCenter) {
-    const u32 every = gridDim.x / params.rule_ctas, turn = block / every;
-    const bool rule = turn < static_cast<u32>(params.rule_ctas);
-    if (rule && block == turn * every) {
-      choose_rows<Half>(params, turn * (kThreads / 32) + threadIdx.x / 32);
+    if (block < static_cast<u32>(params.rule_ctas)) {
+      choose_rows<Half>(params, block * (kThreads / 32) + threadIdx.x / 32);
       return;
     }
-    block -= rule ? turn + 1 : params.rule_ctas;
+    block -= params.rule_ctas;
   }
   const i64 flat_row = static_cast<i64>(block) * (kThreads / kChunks) + threadIdx.x / kChunks;
   const i64 flat_head = flat_row / params.pitch;

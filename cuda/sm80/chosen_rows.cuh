@@ -10,41 +10,32 @@ namespace cuflash::sm80 {
 
 constexpr int kRuleRows = 128;
 
-// The halves of one 16-byte piece.
-template <class Half>
-__device__ __forceinline__ void load_chunk(float (&x)[8], const u16* from) {
-  const uint4 words = *reinterpret_cast<const uint4*>(from);
-  const u32 w[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    x[2 * i] = low_half<Half>(w[i]);
-    x[2 * i + 1] = high_half<Half>(w[i]);
-  }
-}
-
 // Whether the keys sampled of these groups have a large mean. keys: key 0. By a whole warp, a lane
-// for eight of up to 256 columns.
+// for four columns of 128 at a time.
 template <class Half>
 __device__ __forceinline__ bool has_large_mean(const Groups& groups, const u16* keys,
                                                i64 row_stride, i32 d) {
-  float total[8] = {}, size[8] = {}, of_mean = 0.0f, of_keys = 0.0f;
-  const i32 column = threadIdx.x % 32 * 8;
-  if (column < d) {
+  float of_mean = 0.0f, of_keys = 0.0f;
+#pragma unroll 1
+  for (i32 column = threadIdx.x % 32 * 4; column < d; column += 128) {
+    float total[4] = {}, size[4] = {};
 #pragma unroll 8
     for (int t = 0; t < kSamples; ++t) {
-      float x[8];
-      load_chunk<Half>(x, keys + groups.sample(t) * row_stride + column);
+      const uint2 x =
+          *reinterpret_cast<const uint2*>(keys + groups.sample(t) * row_stride + column);
+      const float of[4] = {low_half<Half>(x.x), high_half<Half>(x.x), low_half<Half>(x.y),
+                           high_half<Half>(x.y)};
 #pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        total[e] = __fadd_rn(total[e], x[e]);
-        size[e] = __fmaf_rn(x[e], x[e], size[e]);
+      for (int e = 0; e < 4; ++e) {
+        total[e] = __fadd_rn(total[e], of[e]);
+        size[e] = __fmaf_rn(of[e], of[e], size[e]);
       }
     }
-  }
 #pragma unroll
-  for (int e = 0; e < 8; ++e) {
-    of_mean = __fmaf_rn(total[e], total[e], of_mean);
-    of_keys = __fadd_rn(of_keys, size[e]);
+    for (int e = 0; e < 4; ++e) {
+      of_mean = __fmaf_rn(total[e], total[e], of_mean);
+      of_keys = __fadd_rn(of_keys, size[e]);
+    }
   }
 #pragma unroll
   for (int half = 16; half > 0; half /= 2) {

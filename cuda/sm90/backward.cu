@@ -2,8 +2,8 @@
 // A CTA takes 128 keys of one key head, 64 for each of its two consumer warpgroups, which keep
 // their dK and dV in registers, and walks all rows that see them, of all query heads of the group,
 // in ascending order. One warp loads, two add the shares of dQ and, where it is centred, the sums
-// of the rows of dS. CTAs behind the last tile of keys convert dQ. See sm90/sums.cuh for the order
-// of dQ and why every wait for other CTAs ends.
+// of the rows of dS, one looks ahead for what is rare. CTAs behind the last tile of keys convert
+// dQ. See sm90/sums.cuh for the order of dQ and why every wait for other CTAs ends.
 #include "sm90/convert.cuh"
 #include "sm90/specials.cuh"
 
@@ -29,9 +29,9 @@ struct BackwardShape {
   static constexpr int kParts = 2;
   static constexpr int kPartM = K::kCount == 2 ? kBlockM : kBlockM / 2;
   static constexpr int kShareBytes = 2 * Part<kPartM>::kBytes;
-  // Steps whose marks are kept: when the loader writes that of step n + 8, consumers have left step
-  // n + 6. So they have handed out step n + 4, in the place of n + 2, which the warp that adds n
-  // and then n + 2 had read.
+  // Steps whose marks are kept: when that of step n + 8 is written, consumers have let go of dO of
+  // step n + 6. So they have handed out step n + 4, in the place of n + 2, which the warp that adds
+  // n and then n + 2 had read.
   static constexpr int kMarks = 8;
   // Shared memory, in bytes from its start.
   static constexpr u32 kK = 0, kV = kK + K::kBytes, kQ = kV + V::kBytes, kDO = kQ + 2 * Q::kBytes,
@@ -43,9 +43,15 @@ struct BackwardShape {
                        kDOFull = kQEmpty + 16, kDOEmpty = kDOFull + 16, kDSFull = kDOEmpty + 16,
                        kDSEmpty = kDSFull + 16, kShareFull = kDSEmpty + 16,
                        kShareEmpty = kShareFull + 16, kRowsEmpty = kShareEmpty + 16,
-                       kTicket = kRowsEmpty + 8, kCentered = kTicket + 8,
-                       kBytes = kCentered + 4 * kMarks;
+                       kTicket = kRowsEmpty + 8, kMark = kTicket + 8, kBytes = kMark + 4 * kMarks;
 };
+
+// What is rare about a step, told with its dO: NaN or Inf in K, or perhaps in its rows where they
+// see the tile in part; a centred row, with a bit in turn.
+constexpr u32 kInKeys = 8, kInRows = 4, kCentered = 2;
+
+// A step of a consumer: without a mask, under a mask, with all that may be.
+enum class Step { kUsual, kMasked, kAny };
 
 // kCenter: dQ is centred; not under a softcap.
 template <class S, bool kSoftcap, bool kFloatOut, bool kCenter>
@@ -71,7 +77,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int i = 0; i < 2; ++i) {
       ptx::mbarrier_init(base + S::kQFull + 8 * i, 1);
       ptx::mbarrier_init(base + S::kQEmpty + 8 * i, kWarps);
-      ptx::mbarrier_init(base + S::kDOFull + 8 * i, kCenter ? 2 : 1);
+      ptx::mbarrier_init(base + S::kDOFull + 8 * i, 1 + 32);
       ptx::mbarrier_init(base + S::kDOEmpty + 8 * i, kWarps);
       ptx::mbarrier_init(base + S::kDSFull + 8 * i, kWarps);
       ptx::mbarrier_init(base + S::kDSEmpty + 8 * i, kWarps);
@@ -92,9 +98,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     return;
   }
   const Piece<kBlockM, kBlockN> piece(params, ticket);
-  // Of a step whose block has a centred row 2 or 3, in turn, else 0.
-  auto mark_of = [&](u32 step) {
-    const i32 mark = lane == 0 ? ptx::ld_shared(base + S::kCentered + 4 * (step % S::kMarks)) : 0;
+  auto mark_of = [&](u32 step) -> u32 {
+    const i32 mark = lane == 0 ? ptx::ld_shared(base + S::kMark + 4 * (step % S::kMarks)) : 0;
     return __shfl_sync(kWholeWarp, mark, 0);
   };
 
@@ -143,7 +148,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         const i32 turn = turn_of<kBlockM, kBlockN>(params, piece.tile, walk.block);
         RowShare<S, kCenter> rows;
         ptx::mbarrier_wait(base + S::kShareFull + 8 * mine, step / 2 % 2);
-        if (kCenter && mark_of(step) != 0) {
+        if (kCenter && (mark_of(step) & kCentered) != 0) {
           rows.take(base + S::kRows);
           ptx::mbarrier_arrive(base + S::kRowsEmpty);
         }
@@ -151,18 +156,30 @@ __global__ void __launch_bounds__(kThreads, 1)
                                            base + S::kShare + mine * S::kShareBytes,
                                            base + S::kShareEmpty + 8 * mine, rows);
       }
-    } else if (kCenter && threadIdx.x == 96) {
-      // -- Says with dO whether the block of a step has a centred row ----------------------------
-      const Centered centered = Centered::of(params, piece.batch, piece.kv_head);
+    } else if (warp == 3 && piece.steps > 0) {
+      // -- One that looks for what is rare --------------------------------------------------------
+      ptx::mbarrier_wait(base + S::kKeysFull, 0);
+      const bool in_keys =
+          params.masked &&
+          __any_sync(kWholeWarp, finds_nonfinite<Half, K::kBytes, 32>(shared + S::kK, lane));
       Walk walk = Walk::at(piece, params.group, 0);
-      i32 centered_steps = 0;
+      u32 centered_steps = 0;
       for (i32 step = 0; step < piece.steps; ++step) {
-        const bool any = centered.any<kBlockM>(walk.block * kBlockM);
+        u32 mark = in_keys ? kInKeys : 0;
+        if constexpr (kCenter) {
+          const auto centered = Centered::of(params, piece.batch, piece.kv_head);
+          if (centered.template any<kBlockM>(walk.block * kBlockM))
+            mark |= kCentered | centered_steps++ % 2;
+        }
+        if (params.masked && !piece.plain(walk.block)) {
+          const i64 row = static_cast<i64>(piece.batch * params.heads + walk.head) * params.pitch +
+                          walk.block * kBlockM;
+          if (kSoftcap || may_hold_special<kBlockM>(params, row)) mark |= kInRows;
+        }
         ptx::mbarrier_wait(base + S::kDOEmpty + 8 * (step % 2), step / 2 % 2 ^ 1);
-        ptx::st_shared(base + S::kCentered + 4 * (step % S::kMarks),
-                       any ? 2 | centered_steps % 2 : 0);
+        if (lane == 0)
+          ptx::st_shared(base + S::kMark + 4 * (step % S::kMarks), static_cast<i32>(mark));
         ptx::mbarrier_arrive(base + S::kDOFull + 8 * (step % 2));
-        centered_steps += any;
         walk.next(piece);
       }
     }
@@ -172,7 +189,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   // -- Consumers: 64 keys each ---------------------------------------------------------------
   ptx::setmaxnreg_inc<S::kConsumerRegs>();
   const int mine = warpgroup - 1, thread = threadIdx.x % 128;
-  const Place place = Place::of(thread);
   const u32 k_rows = descriptor(base + S::kK + mine * 64 * kPanelPitch, 16),
             v_rows = descriptor(base + S::kV + mine * 64 * kPanelPitch, 16),
             k_columns = descriptor(base + S::kK + (K::kCount == 2 ? mine * K::kPanelBytes : 0), 16);
@@ -240,7 +256,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     __syncwarp();
     arrive(base + S::kShareFull + 8 * (of_step % 2));
   };
-  // The same where K has NaN or Inf, or the block a centred row (`mark`).
+  // What NaN and Inf in K do to dQ.
   auto add_keys = [&](Accumulator<S::kPartM / 8>& dq, i32 of_step) {
     if (!specials.in_keys) return;
     specials.add_keys(dq, shared + S::kDS + of_step % 2 * DS::kBytes, of_step,
@@ -250,26 +266,39 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
   auto sums_rows = [&](u32 mark) { return kCenter && mark != 0 && (kBothSum || mine == 0); };
 
+  auto wait_do = [&](i32 step) {
+    ptx::mbarrier_wait(base + S::kDOFull + 8 * (step % 2), step / 2 % 2);
+  };
+
   float s_next[2][kGroups][2];
-  if (piece.steps > 0) {
-    ptx::mbarrier_wait(base + S::kKeysFull, 0);
-    if (params.masked) specials.look_at_keys();
-    if (specials.in_keys) specials.clear_keys();
+  auto scores_of = [&](i32 step) {
     if constexpr (S::kAhead) {
-      wait_q(0);
-      issue_scores(s_next, 0);
+      wait_q(step);
+      issue_scores(s_next, step);
       ptx::wgmma_wait_group<0>();
       ptx::fence_operands(s_next);
     }
+  };
+  // Behind the first step, since only dQ, a step later, needs K without NaN and Inf.
+  auto look_at_keys = [&] {
+    specials.in_keys = (mark_of(0) & kInKeys) != 0;
+    if (!specials.in_keys) return;
+    specials.clear_keys();
+    if (step < piece.steps) scores_of(step);
+  };
+  if (piece.steps > 0) {
+    ptx::mbarrier_wait(base + S::kKeysFull, 0);
+    scores_of(0);
   }
 
-  // What is rare makes the code of a step long, and a long loop is slow: so the usual step has none
-  // of it. any: masks, what they hide, and centred rows may matter.
-  u32 mark = 0;  // of the step before
-  auto advance = [&](bool any) __attribute__((always_inline)) {
+  u32 before = 0;  // kCentered and its bit, of the step before
+  // A long loop is slow, for want of instructions, also where it branches over them: so what a
+  // usual step does not need is not in its loop.
+  auto advance = [&](Step kind) __attribute__((always_inline)) {
+    const bool any = kind == Step::kAny;
     const u32 stage = step % 2, parity = step / 2 % 2;
     const u32 do_tile = base + S::kDO + stage * DO::kBytes;
-    const bool plain = !any || piece.plain(walk.block);
+    const bool plain = kind == Step::kUsual || (any && piece.plain(walk.block));
     float s[2][kGroups][2], dp[2][kGroups][2], slope[2][kSoftcap ? kGroups : 1][2];
     u32 p_half[kGroups / 2][4], ds_half[kGroups / 2][4];
     if constexpr (S::kAhead) {
@@ -278,13 +307,13 @@ __global__ void __launch_bounds__(kThreads, 1)
       wait_q(step);
       issue_scores(s, step);
     }
-    ptx::mbarrier_wait(base + S::kDOFull + 8 * stage, parity);
+    wait_do(step);
     ptx::fence_operands(dp);
     ptx::wgmma_fence();
     issue_columns<kBf16, V, DO, S::kDv>(dp, v_rows, descriptor(do_tile, 16));
     ptx::wgmma_commit_group();
     bool special = false;
-    if (!plain && params.masked) {
+    if (any && !plain && params.masked) {
       special = specials.template in_rows<kSoftcap>(stage);
       if (special) {
         ptx::wgmma_wait_group<0>();  // what was issued needs them
@@ -374,8 +403,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       issue_share(dq, step + 1);
       issue_dk();
     }
-    const bool to_sum = any && step > 0 && sums_rows(mark);
-    const u32 mark_here = kCenter ? mark_of(step) : 0;
+    const bool to_sum = any && step > 0 && sums_rows(before);
+    const u32 here = kCenter ? mark_of(step) & (kCentered | 1) : 0;
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(dq);
     if constexpr (S::kAhead) {
@@ -396,19 +425,31 @@ __global__ void __launch_bounds__(kThreads, 1)
       end_dk();
     }
     if (to_sum) {  // when no other product runs
-      sum_rows(mark, step - 1);
+      sum_rows(before, step - 1);
       tell(step - 1);
     }
-    mark = mark_here;
+    before = here;
     ++step;
     walk.next(piece);
   };
-  auto usual = [&] { return !specials.in_keys && mark == 0 && piece.plain(walk.block); };
-  while (step < piece.steps) {
+  auto usual = [&] { return !specials.in_keys && before == 0 && piece.plain(walk.block); };
+  i32 end = min(piece.steps, 1);
+  while (step < end) {
 #pragma unroll 1
-    for (; step < piece.steps && !usual();) advance(true);
+    for (; step < end && !usual();) {
+      wait_do(step);
+      if (piece.plain(walk.block) || before != 0 || (mark_of(step) & kInRows) != 0) {
+        advance(Step::kAny);
+      } else {
+        advance(Step::kMasked);
+      }
+    }
 #pragma unroll 1
-    for (; step < piece.steps && usual();) advance(false);
+    for (; step < end && usual();) advance(Step::kUsual);
+    if (step == 1) {
+      look_at_keys();
+      end = piece.steps;
+    }
   }
   if (piece.steps > 0) {
     const i32 last = piece.steps - 1;
@@ -418,8 +459,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(dq);
     add_keys(dq, last);
-    hand_out(dq, last, sums_rows(mark));
-    if (sums_rows(mark)) sum_rows(mark, last);
+    hand_out(dq, last, sums_rows(before));
+    if (sums_rows(before)) sum_rows(before, last);
     tell(last);
   }
 

@@ -30,6 +30,25 @@ __device__ __forceinline__ bool is_special(u16 x) {
   return (x & Half::kExponent) == Half::kExponent;
 }
 
+// Whether a row with these words of LSE and delta may have some: NaN or Inf in Q leaves no finite
+// LSE, in dO no finite delta. (LSE of -Inf is here as -0. A softcap hides what is in Q: there one
+// has to look.)
+__device__ __forceinline__ bool may_be_special(u32 lse2, u32 delta) {
+  constexpr u32 kInf = 0x7f800000u;
+  return (lse2 & kInf) == kInf || (delta & kInf) == kInf || lse2 == 0x80000000u;
+}
+
+// The same of kRows rows from number `at` of both arrays. By a whole warp.
+template <int kRows>
+__device__ __forceinline__ bool may_hold_special(const BackwardParams& params, i64 at) {
+  bool some = false;
+#pragma unroll
+  for (int i = ptx::thread_index() % 32; i < kRows; i += 32)
+    some |=
+        may_be_special(__float_as_uint(params.lse2[at + i]), __float_as_uint(params.delta[at + i]));
+  return __any_sync(kWholeWarp, some);
+}
+
 template <class S>
 struct Specials {
   using Half = typename S::Half;
@@ -61,21 +80,15 @@ struct Specials {
     ptx::bar_sync(kBoth, kConsumers);
   }
 
-  // Whether a row of a stage may have some: NaN or Inf in Q leaves no finite LSE, in dO no finite
-  // delta. (LSE of -Inf is here as -0. A softcap hides what is in Q: there one has to look.)
+  // Whether a row of a stage may have some.
   __device__ __forceinline__ bool may_be_in_rows(u32 stage) const {
-    const char* const lse2 = shared + S::kLse + stage * S::kBlockM * 4;
-    const char* const delta = shared + S::kDelta + stage * S::kBlockM * 4;
+    const u32 *const lse2 = reinterpret_cast<const u32*>(shared + S::kLse) + stage * S::kBlockM,
+                     *const delta =
+                         reinterpret_cast<const u32*>(shared + S::kDelta) + stage * S::kBlockM;
     bool some = false;
 #pragma unroll
-    for (int i = ptx::thread_index() % 32; i < S::kBlockM / 2; i += 32) {
-      const uint2 l = reinterpret_cast<const uint2*>(lse2)[i];
-      const uint2 d = reinterpret_cast<const uint2*>(delta)[i];
-      const u32 words[4] = {l.x, l.y, d.x, d.y};
-#pragma unroll
-      for (int e = 0; e < 4; ++e) some |= (words[e] & 0x7f800000u) == 0x7f800000u;
-      some |= l.x == 0x80000000u || l.y == 0x80000000u;
-    }
+    for (int i = ptx::thread_index() % 32; i < S::kBlockM; i += 32)
+      some |= may_be_special(lse2[i], delta[i]);
     return __any_sync(kWholeWarp, some);
   }
 
