@@ -115,8 +115,7 @@ def backward_arithmetic(plan: Plan) -> str:
 
 def tail(plan: Plan, softcap: bool) -> str:
     """The last template arguments: float32 gradients, centred dQ."""
-    center = plan.backward.center > 0 and not softcap
-    return f"{flag(plan.numerics.out == 'float32')},{flag(center)}"
+    return f"{flag(plan.numerics.out == 'float32')},{flag(is_centered(plan, softcap))}"
 
 
 def delta_chunks(d_v: int) -> int:
@@ -144,7 +143,9 @@ def delta_launch(problem: Problem, plan: Plan) -> Launch:
 
 def rule_ctas(problem: Problem, plan: Plan) -> int:
     """CTAs of the delta kernel that decide which rows are centred, a warp for RULE_ROWS of them."""
-    warps = centered_words(problem) * 32 // RULE_ROWS if is_centered(plan, problem) else 0
+    if not is_centered(plan, problem.softcap is not None):
+        return 0
+    warps = centered_words(problem) * 32 // RULE_ROWS
     return -(-warps // (THREADS // 32))
 
 
@@ -261,7 +262,8 @@ class _Prepared:
 @functools.lru_cache(maxsize=256)
 def _prepared(problem: Problem, plan: Plan, limits: Limits) -> _Prepared:
     p = problem
-    kernel = gradient_kernel(plan, p.d, p.d_v, p.softcap is not None, limits)
+    softcap = p.softcap is not None
+    kernel = gradient_kernel(plan, p.d, p.d_v, softcap, limits)
     check_backward(plan, kernel, limits)
     blocks, tiles = p.heads * -(-p.n_q // kernel.rows), -(-p.n_k // plan.backward.tile_n)
     fields = gradient_fields(p, plan) | {"interleave": interleaved_heads(tiles, limits)}
@@ -274,7 +276,7 @@ def _prepared(problem: Problem, plan: Plan, limits: Limits) -> _Prepared:
         delta_tail=tail_of(DELTA_PARAMS, fields),
         tail=tail_of(GRADIENT_PARAMS, fields),
         sums=blocks * kernel.rows * width_of(p.d),
-        row_sums=blocks * kernel.rows if is_centered(plan, p) else 0,
+        row_sums=blocks * kernel.rows if is_centered(plan, softcap) else 0,
         blocks=blocks,
         unseen=some_row_sees_nothing(p),
     )

@@ -22,6 +22,7 @@ from cuflash.sm80_backward import (
     delta_launch,
     gradient_fields,
     pitch_of,
+    tail,
 )
 from cuflash.sm80_forward import BAND, HALVES, STRIDES, check_plan, flag
 from cuflash.sm90_forward import is_masked, panels, width_of
@@ -121,8 +122,7 @@ def backward_instantiation(
 ) -> Instantiation:
     """The gradient kernel of a Plan for these head dimensions."""
     sizes = f"cuflash::{HALVES[plan.format]},{width_of(d)},{width_of(d_v)}"
-    center = plan.backward.center > 0 and not softcap
-    flags = f"{flag(softcap)},{flag(plan.numerics.out == 'float32')},{flag(center)}"
+    flags = f"{flag(softcap)},{tail(plan, softcap)}"
     if is_wide(d, d_v):
         wide = f"cuflash::sm90::WideShape<{sizes}>"
         return Instantiation(
@@ -189,7 +189,7 @@ def _prepared(p: Problem, plan: Plan, shape: Shape | None, processors: int) -> _
         tails=tuple(tail_of(x, fields) for x in (DELTA_PARAMS, FIELDS)),
         boxes=(s.rows, keys, keys, s.rows, 64, 64),
         sums=blocks * parts * part_rows(p.d, s) * 64,
-        row_sums=blocks * s.rows if is_centered(plan, p) else 0,
+        row_sums=blocks * s.rows if is_centered(plan, softcap) else 0,
         blocks=blocks,
     )
 

@@ -200,7 +200,7 @@ def flash_backward(
         _delta(m, do[h], saved.o(h), None if dlse is None else dlse[h], order)
         for h in range(problem.heads)
     ]
-    center = plan.backward.center if is_centered(plan, problem) else 0
+    center = plan.backward.center if is_centered(plan, problem.softcap is not None) else 0
     ds_sums: list[Node] = [m.zeros(lo, (problem.n_q, 1)) for _ in range(problem.heads)]
     result = Gradients([], [], [], [], [], [])
 

@@ -309,7 +309,7 @@ def _backward(
         (ds_err + ds_half) @ np.abs(k) + dq_err,
         total(ds_parts) @ np.abs(k),
     )
-    if is_centered(plan, problem):
+    if is_centered(plan, problem.softcap is not None):
         ones = np.ones((problem.n_k, 1))
         sums = _Sum(
             dlse[:, None],

@@ -29,7 +29,7 @@ import numpy as np
 from emulation import rounding
 from emulation.machine import Machine, Node
 from emulation.plan import Plan
-from emulation.problem import Array, Problem
+from emulation.problem import Array
 
 SOURCE = "dQ centering"
 #: Keys that a mean is of, and the part of it that c is: powers of two, whose quotient rounds
@@ -42,9 +42,9 @@ THRESHOLD = 0.5
 LANES = 32
 
 
-def is_centered(plan: Plan, problem: Problem) -> bool:
-    """Whether dQ of this problem is centred under this Plan."""
-    return plan.backward.center > 0 and problem.softcap is None
+def is_centered(plan: Plan, softcap: bool) -> bool:
+    """Whether dQ is centred under this Plan, with or without a softcap."""
+    return plan.backward.center > 0 and not softcap
 
 
 def sampled_keys(lo: Array, hi: Array, center: int) -> tuple[Array, Array, Array]:
