@@ -192,6 +192,19 @@ def test_specials_behind_the_mask(d: int, center: int) -> None:
 
 
 @gpu
+@pytest.mark.parametrize("center", [0, 32])
+@pytest.mark.parametrize("d", [64, 96, 128, 256])
+def test_keys_at_minus_infinity(d: int, center: int) -> None:
+    """They get P = 0: LSE and delta of rows that see them are finite, and tell nothing."""
+    q = sample("normal", n=300, d=d, heads=4, dtype="bfloat16")[0]
+    k, v = sample("normal", n=310, d=d, heads=2, dtype="bfloat16", seed=1)[1:]
+    q[..., 0] = 1.0
+    k[:, [10, 140, 309], 0] = -np.inf
+    for masks in ({"causal": True}, {"causal": "top-left"}, {"window": (40, 30)}):
+        check((q, k, v), plan_of("bfloat16", d, center=center), **masks)
+
+
+@gpu
 @pytest.mark.parametrize("exponent", [-100, -112, -123])
 @pytest.mark.parametrize("rows", [slice(None), slice(0, None, 3), slice(100, 200)], ids=str)
 @pytest.mark.parametrize("d", [64, 128, 256])

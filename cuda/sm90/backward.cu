@@ -438,7 +438,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll 1
     for (; step < end && !usual();) {
       wait_do(step);
-      if (piece.plain(walk.block) || before != 0 || (mark_of(step) & kInRows) != 0) {
+      if (piece.plain(walk.block) || before != 0 || (mark_of(step) & (kInKeys | kInRows)) != 0) {
         advance(Step::kAny);
       } else {
         advance(Step::kMasked);
