@@ -5,6 +5,7 @@ the kernels (tests/test_sm90_backward.py, tests/test_sm80_backward.py).
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +13,11 @@ import numpy as np
 import pytest
 
 from cuflash import planner, sm80_backward, sm80_float32, sm90_backward
+from cuflash.compiler import source_dir
 from cuflash.sm80_forward import FIXED
 from emulation import attribute, oracle
 from emulation.backward import flash_vjp
-from emulation.center import SAMPLES, SHARE, has_large_mean, sampled_keys
+from emulation.center import SAMPLES, SHARE, THRESHOLD, has_large_mean, sampled_keys
 from emulation.plan import BackwardPlan, Numerics, Plan, default_plan
 from emulation.problem import Array, Problem, numpy_dtype
 from emulation.samples import capture, sample
@@ -30,6 +32,21 @@ def plans_of(center: int, **fields: Any) -> tuple[Plan, Plan]:
     """The same Plan with and without centring."""
     plan = Plan(**fields)
     return plan, replace(plan, backward=replace(plan.backward, center=center))
+
+
+def constant(path: str, name: str) -> float:
+    """A constant of the kernels, without what divides it."""
+    text = (source_dir() / path).read_text(encoding="utf-8")
+    match = re.search(rf"constexpr \w+ {name} = ([\d.]+)f?(?: / \w+)?;", text)
+    assert match, f"{name} in {path}"
+    return float(match[1])
+
+
+def test_kernels_have_the_same_rule() -> None:
+    assert constant("tile/center.cuh", "kSamples") == SAMPLES
+    assert constant("tile/center.cuh", "kOfSamples") == SHARE
+    assert constant("tile/center.cuh", "kThreshold") == THRESHOLD
+    assert constant("sm80/chosen_rows.cuh", "kRuleRows") == sm80_backward.RULE_ROWS
 
 
 @pytest.mark.parametrize("center", [16, 48, 64])
