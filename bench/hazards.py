@@ -7,7 +7,7 @@ Where a warp has read or written shared memory, each lane's accesses come before
 before __syncwarp, and that before the arrival of lane 0 at the mbarrier which the next warp, or the
 next copy, waits for. racecheck follows the arrival of the lane itself, but not that of another lane
 of its warp. In pairs of the Hopper backward, told by the instructions at the addresses that the log
-names, the later one first:
+names, the later one first (where the log has the order: it does not always):
 
     UBLKCP.S.G, LDS.64   LSE and delta are loaded into places that consumers have read (kQEmpty,
                          kDOEmpty); reported is each place that is filled again

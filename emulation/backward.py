@@ -370,8 +370,7 @@ def standard_backward(
     return _cast_all(m, m.fmt, result)
 
 
-# -- public calls
-# -----------------------------------------------------------------------------------
+# -- public calls ---------------------------------------------------------------------------------
 
 
 def check_dout(problem: Problem, dout: Any, dlse: Any = None) -> tuple[Array, Array | None]:

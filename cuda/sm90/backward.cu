@@ -174,7 +174,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (params.masked && !piece.plain(walk.block)) {
           const i64 row = static_cast<i64>(piece.batch * params.heads + walk.head) * params.pitch +
                           walk.block * kBlockM;
-          if (kSoftcap || may_hold_special<kBlockM>(params, row)) mark |= kInRows;
+          if (kSoftcap || may_be_in_rows<kBlockM>(params.lse2 + row, params.delta + row))
+            mark |= kInRows;
         }
         ptx::mbarrier_wait(base + S::kDOEmpty + 8 * (step % 2), step / 2 % 2 ^ 1);
         if (lane == 0)
@@ -264,7 +265,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                       K::kCount == 2 ? 0 : mine * S::kPartM);
     __syncwarp();  // all lanes have read dS
   };
-  auto sums_rows = [&](u32 mark) { return kCenter && mark != 0 && (kBothSum || mine == 0); };
+  auto is_summed = [&](u32 mark) { return kCenter && mark != 0 && (kBothSum || mine == 0); };
 
   auto wait_do = [&](i32 step) {
     ptx::mbarrier_wait(base + S::kDOFull + 8 * (step % 2), step / 2 % 2);
@@ -280,7 +281,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   };
   // Behind the first step, since only dQ, a step later, needs K without NaN and Inf.
-  auto look_at_keys = [&] {
+  auto clean_keys = [&] {
     specials.in_keys = (mark_of(0) & kInKeys) != 0;
     if (!specials.in_keys) return;
     specials.clear_keys();
@@ -403,7 +404,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       issue_share(dq, step + 1);
       issue_dk();
     }
-    const bool to_sum = any && step > 0 && sums_rows(before);
+    const bool to_sum = any && step > 0 && is_summed(before);
     const u32 here = kCenter ? mark_of(step) & (kCentered | 1) : 0;
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(dq);
@@ -447,7 +448,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll 1
     for (; step < end && usual();) advance(Step::kUsual);
     if (step == 1) {
-      look_at_keys();
+      clean_keys();
       end = piece.steps;
     }
   }
@@ -459,8 +460,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(dq);
     add_keys(dq, last);
-    hand_out(dq, last, sums_rows(before));
-    if (sums_rows(before)) sum_rows(before, last);
+    hand_out(dq, last, is_summed(before));
+    if (is_summed(before)) sum_rows(before, last);
     tell(last);
   }
 

@@ -133,13 +133,6 @@ __device__ __forceinline__ i32 turns_of(const Band& band, i32 block) {
   return high > low ? (high + kBlockN - 1) / kBlockN - low / kBlockN : 0;
 }
 
-// Numbers not 0 and below 2^-101: sums of such may be subnormal (sm90/sums.cuh).
-constexpr float kLeast = 3.94430452610505902705864e-31f;
-
-__device__ __forceinline__ bool is_small(float x) {
-  return __float_as_uint(x) * 2 - 1 < __float_as_uint(kLeast) * 2 - 1;
-}
-
 // -- Products -------------------------------------------------------------------------------------
 
 // acc = A B^T over kCols columns; a and b: descriptors of rows of panels.

@@ -30,22 +30,18 @@ __device__ __forceinline__ bool is_special(u16 x) {
   return (x & Half::kExponent) == Half::kExponent;
 }
 
-// Whether a row with these words of LSE and delta may have some: NaN or Inf in Q leaves no finite
-// LSE, in dO no finite delta. (LSE of -Inf is here as -0. A softcap hides what is in Q: there one
-// has to look.)
-__device__ __forceinline__ bool may_be_special(u32 lse2, u32 delta) {
-  constexpr u32 kInf = 0x7f800000u;
-  return (lse2 & kInf) == kInf || (delta & kInf) == kInf || lse2 == 0x80000000u;
-}
-
-// The same of kRows rows from number `at` of both arrays. By a whole warp.
+// Whether one of kRows rows may have some, by their LSE and delta, in shared or global memory: NaN
+// or Inf in Q leaves no finite LSE, in dO no finite delta. (LSE of -Inf is here as -0. A softcap
+// hides what is in Q: there one has to look.) By a whole warp.
 template <int kRows>
-__device__ __forceinline__ bool may_hold_special(const BackwardParams& params, i64 at) {
+__device__ __forceinline__ bool may_be_in_rows(const float* lse2, const float* delta) {
+  constexpr u32 kInf = 0x7f800000u;
   bool some = false;
 #pragma unroll
-  for (int i = ptx::thread_index() % 32; i < kRows; i += 32)
-    some |=
-        may_be_special(__float_as_uint(params.lse2[at + i]), __float_as_uint(params.delta[at + i]));
+  for (int i = ptx::thread_index() % 32; i < kRows; i += 32) {
+    const u32 l = __float_as_uint(lse2[i]), d = __float_as_uint(delta[i]);
+    some |= (l & kInf) == kInf || (d & kInf) == kInf || l == 0x80000000u;
+  }
   return __any_sync(kWholeWarp, some);
 }
 
@@ -80,23 +76,14 @@ struct Specials {
     ptx::bar_sync(kBoth, kConsumers);
   }
 
-  // Whether a row of a stage may have some.
-  __device__ __forceinline__ bool may_be_in_rows(u32 stage) const {
-    const u32 *const lse2 = reinterpret_cast<const u32*>(shared + S::kLse) + stage * S::kBlockM,
-                     *const delta =
-                         reinterpret_cast<const u32*>(shared + S::kDelta) + stage * S::kBlockM;
-    bool some = false;
-#pragma unroll
-    for (int i = ptx::thread_index() % 32; i < S::kBlockM; i += 32)
-      some |= may_be_special(lse2[i], delta[i]);
-    return __any_sync(kWholeWarp, some);
-  }
-
   // Whether Q or dO of a stage has some, and its end, when S and dP are there: of both warpgroups
   // if they make them together.
   template <bool kSoftcap>
   __device__ __forceinline__ bool in_rows(u32 stage) const {
-    if (!kSoftcap && !may_be_in_rows(stage)) return false;
+    const float* const lse2 = reinterpret_cast<const float*>(shared + S::kLse) + stage * S::kBlockM;
+    const float* const delta =
+        reinterpret_cast<const float*>(shared + S::kDelta) + stage * S::kBlockM;
+    if (!kSoftcap && !may_be_in_rows<S::kBlockM>(lse2, delta)) return false;
     const char *q = shared + S::kQ + stage * S::Q::kBytes,
                *dout = shared + S::kDO + stage * S::DO::kBytes;
     return agree(finds_nonfinite<Half, S::Q::kBytes, 128>(q, thread) ||

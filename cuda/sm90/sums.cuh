@@ -42,6 +42,13 @@ struct Part {
   __device__ __forceinline__ static u32 of(u32 part, int thread) { return part + thread * 16; }
 };
 
+// Numbers not 0 and below 2^-101: sums of such may be subnormal (see above).
+constexpr float kLeast = 3.94430452610505902705864e-31f;
+
+__device__ __forceinline__ bool is_small(float x) {
+  return __float_as_uint(x) * 2 - 1 < __float_as_uint(kLeast) * 2 - 1;
+}
+
 // Whether a warp's share holds something small.
 template <int kGroups>
 __device__ __forceinline__ bool holds_small(const Accumulator<kGroups>& x) {
