@@ -11,11 +11,7 @@ names, the later one first (where the log has the order: it does not always):
 
     UBLKCP.S.G, LDS.64   LSE and delta are loaded into places that consumers have read (kQEmpty,
                          kDOEmpty); reported is each place that is filled again
-    LDS, STS             sums of rows of dS are read by the warp that adds them (kShareFull)
     LDSM, STSM           above D = 128 dS is read by the warp that sums its rows (kDSFull)
-
-What a conversion subtracts is written by STS and read by LDS, too: there a missing barrier would be
-excused, which the other kernel, whose conversion is the same, would not do.
 
 What makes the other loads, cp.async.bulk.tensor, and what products read, it does not see at all.
 """
@@ -37,7 +33,7 @@ from cuflash.compiler import compile_kernel
 
 #: By kernel, instructions of the later and of the earlier access.
 PAIRS = {
-    "backward": {("UBLKCP.S.G", "LDS.64"), ("LDS", "STS")},
+    "backward": {("UBLKCP.S.G", "LDS.64")},
     "backward_wide": {("UBLKCP.S.G", "LDS.64"), ("LDSM.16.M88.4", "STSM.16.MT88.4")},
 }
 SOURCES = {"backward": "sm90/backward.cu", "backward_wide": "sm90/backward_wide.cu"}

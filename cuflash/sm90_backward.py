@@ -114,7 +114,7 @@ def shared_bytes(plan: Plan, d: int, d_v: int, shape: Shape) -> int:
         )
     tiles = 128 * (keys + 2 * shape.rows) * (k + v) + 4 * shape.rows * keys
     sums = 2 * parts_of(d) * part_rows(d, shape) * 64 * 4
-    return tiles + sums + 20 * shape.rows + 256 + 8 * 18 + 40
+    return tiles + sums + 20 * shape.rows + 256 + 8 * 19 + 40
 
 
 def backward_instantiation(

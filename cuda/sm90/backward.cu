@@ -42,8 +42,9 @@ struct BackwardShape {
   static constexpr u32 kKeysFull = kBarriers, kQFull = kKeysFull + 8, kQEmpty = kQFull + 16,
                        kDOFull = kQEmpty + 16, kDOEmpty = kDOFull + 16, kDSFull = kDOEmpty + 16,
                        kDSEmpty = kDSFull + 16, kShareFull = kDSEmpty + 16,
-                       kShareEmpty = kShareFull + 16, kRowsEmpty = kShareEmpty + 16,
-                       kTicket = kRowsEmpty + 8, kMark = kTicket + 8, kBytes = kMark + 4 * kMarks;
+                       kShareEmpty = kShareFull + 16, kRowsFull = kShareEmpty + 16,
+                       kRowsEmpty = kRowsFull + 8, kTicket = kRowsEmpty + 8, kMark = kTicket + 8,
+                       kBytes = kMark + 4 * kMarks;
 };
 
 // What is rare about a step, told with its dO: NaN or Inf in K, or perhaps in its rows where they
@@ -84,7 +85,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::mbarrier_init(base + S::kShareFull + 8 * i, kWarps);
       ptx::mbarrier_init(base + S::kShareEmpty + 8 * i, 1);
     }
-    if constexpr (kCenter) ptx::mbarrier_init(base + S::kRowsEmpty, 32);
+    if constexpr (kCenter) {
+      ptx::mbarrier_init(base + S::kRowsFull, kBlockM == 128 ? kConsumers : kConsumers / 2);
+      ptx::mbarrier_init(base + S::kRowsEmpty, 32);
+    }
     ptx::fence_mbarrier_init();
     ptx::st_shared(base + S::kTicket, ticket);
   }
@@ -148,7 +152,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         const i32 turn = turn_of<kBlockM, kBlockN>(params, piece.tile, walk.block);
         RowShare<S, kCenter> rows;
         ptx::mbarrier_wait(base + S::kShareFull + 8 * mine, step / 2 % 2);
-        if (kCenter && (mark_of(step) & kCentered) != 0) {
+        if (const u32 mark = kCenter ? mark_of(step) : 0; (mark & kCentered) != 0) {
+          ptx::mbarrier_wait(base + S::kRowsFull, mark % 2);
           rows.take(base + S::kRows);
           ptx::mbarrier_arrive(base + S::kRowsEmpty);
         }
@@ -244,6 +249,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     arrive(base + S::kDSEmpty + 8 * (of_step % 2));
     ptx::mbarrier_wait(base + S::kRowsEmpty, mark % 2 ^ 1);
     store_row_sums<kBothSum, kBlockM>(base + S::kRows, rows);
+    ptx::mbarrier_arrive(base + S::kRowsFull);
   };
   // dQ's way out, when its product has been waited for.
   auto hand_out = [&](Accumulator<S::kPartM / 8>& dq, i32 of_step, bool holds_ds) {
