@@ -78,7 +78,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::st_shared(base + S::kTicket, ticket);
   }
   __syncthreads();
-  const i32 ticket = ptx::ld_shared(base + S::kTicket);
+  // Known to be alike in all lanes, as is what follows from it: descriptors then cost little.
+  const i32 ticket = __shfl_sync(kWholeWarp, ptx::ld_shared(base + S::kTicket), 0);
   if (ticket >= params.pieces) {
     Conversion<S, kFloatOut, kCenter>(params, ticket - params.pieces)
         .run(reinterpret_cast<float*>(shared));
@@ -427,15 +428,18 @@ __global__ void __launch_bounds__(kThreads, 1)
       (&dp[0][0][0])[i] = (&dp_next[0][0][0])[i];
     }
   };
-#pragma unroll 1
-  for (; step < piece.steps; step += 2) {
-    if (in_keys() || !piece.plain(walk.block) || !plain_before) {
-      advance(true);
-    } else {
-      advance(false);
-    }
+  // A long loop is slow, for want of instructions: the usual step has one of its own.
+  auto usual = [&] { return !in_keys() && piece.plain(walk.block) && plain_before; };
+  auto on = [&] {
+    step += 2;
     walk.next(piece);
     next();
+  };
+  while (step < piece.steps) {
+#pragma unroll 1
+    for (; step < piece.steps && !usual(); on()) advance(true);
+#pragma unroll 1
+    for (; step < piece.steps && usual(); on()) advance(false);
   }
   if (step > 0 && step == piece.steps) {  // the last step was the other's
     wait_ds(step - 1);
