@@ -306,11 +306,17 @@ __global__ void __launch_bounds__(kThreads, 1)
     const u32 stage = step % 2, parity = step / 2 % 2;
     const u32 do_tile = base + S::kDO + stage * DO::kBytes;
     const bool plain = kind == Step::kUsual || (any && piece.plain(walk.block));
-    float s[2][kGroups][2], dp[2][kGroups][2], slope[2][kSoftcap ? kGroups : 1][2];
+    float s_here[2][S::kAhead ? 1 : kGroups][2], dp[2][kGroups][2];
+    float slope[2][kSoftcap ? kGroups : 1][2];
+    auto& s = [&]() -> Accumulator<kGroups>& {
+      if constexpr (S::kAhead) {
+        return s_next;
+      } else {
+        return s_here;
+      }
+    }();
     u32 p_half[kGroups / 2][4], ds_half[kGroups / 2][4];
-    if constexpr (S::kAhead) {
-      move(s, s_next);
-    } else {
+    if constexpr (!S::kAhead) {
       wait_q(step);
       issue_scores(s, step);
     }
@@ -382,7 +388,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     // dK, and dQ of the step before, for which the other warpgroup has meanwhile written its dS,
     // too. Of no step before the first, and of S none behind the last, they are products of
     // whatever is there, and not used.
-    float dq[2][S::kPartM / 8][2], s_after[2][kGroups][2];
+    float dq[2][S::kPartM / 8][2];
     auto issue_dk = [&] {
       ptx::fence_operands(dk);
       ptx::fence_operands(ds_half);
@@ -405,7 +411,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       end_dv();
       issue_dk();
       issue_share(dq, step + 1);
-      issue_scores(s_after, step + 1);
+      issue_scores(s_next, step + 1);
     } else {
       issue_share(dq, step + 1);
       issue_dk();
@@ -426,8 +432,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     ptx::wgmma_wait_group<0>();
     if constexpr (S::kAhead) {
-      ptx::fence_operands(s_after);
-      move(s_next, s_after);
+      ptx::fence_operands(s_next);
     } else {
       end_dk();
     }

@@ -50,12 +50,6 @@ template <int kGroups>
 using Accumulator = float[2][kGroups][2];
 
 template <int kGroups>
-__device__ __forceinline__ void move(Accumulator<kGroups>& to, const Accumulator<kGroups>& from) {
-#pragma unroll
-  for (int i = 0; i < 4 * kGroups; ++i) (&to[0][0][0])[i] = (&from[0][0][0])[i];
-}
-
-template <int kGroups>
 __device__ __forceinline__ void clear(Accumulator<kGroups>& x) {
 #pragma unroll
   for (int i = 0; i < 4 * kGroups; ++i) (&x[0][0][0])[i] = 0.0f;
