@@ -78,14 +78,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::st_shared(base + S::kTicket, ticket);
   }
   __syncthreads();
-  // Known to be alike in all lanes, as is what follows from it: descriptors then cost little.
-  const i32 ticket = __shfl_sync(kWholeWarp, ptx::ld_shared(base + S::kTicket), 0);
+  const i32 ticket = ptx::ld_shared(base + S::kTicket);
   if (ticket >= params.pieces) {
     Conversion<S, kFloatOut, kCenter>(params, ticket - params.pieces)
         .run(reinterpret_cast<float*>(shared));
     return;
   }
   const Piece<kBlockM, kBlockN> piece(params, ticket);
+  auto steps = [&] { return piece.blocks * params.group; };  // no register is left for it
   auto block_at = [&](const Walk& walk) {
     const i32 blocks = (band.n_q + kBlockM - 1) / kBlockM;
     return (piece.batch * params.heads + walk.head) * blocks + walk.block;
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int warp = threadIdx.x / 32;
     if constexpr (kCenter) {
       // -- A whole warp that adds the sums of rows of dS -----------------------------------------
-      for (i32 step = 0; warp == 3 && step < piece.steps; ++step) {
+      for (i32 step = 0; warp == 3 && step < steps(); ++step) {
         const u32 stage = step % 2, parity = step / 2 % 2;
         WarpRowSums<S> rows;
         const bool any = Centered::of(params, piece.batch, piece.kv_head)
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (lane == 0) ptx::mbarrier_arrive(base + S::kAdded + 8 * stage);
       }
     }
-    if (lane != 0 || piece.steps == 0) return;
+    if (lane != 0 || steps() == 0) return;
     if (warp == 0) {
       // -- The loader: K and V once, then Q and dO of every step with LSE and delta --------------
       auto load = [&](const ptx::TensorMap& map, u32 to, u32 full, int panels, int panel_bytes,
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       load(params.v_map, base + S::kV, base + S::kKeysFull, V::kCount, V::kPanelBytes,
            piece.first_key, piece.kv_head);
       Walk walk = Walk::at(piece, params.group, 0);
-      for (i32 step = 0; step < piece.steps; ++step, walk.next(piece)) {
+      for (i32 step = 0; step < steps(); ++step, walk.next(piece)) {
         const u32 stage = step % 2, parity = step / 2 % 2 ^ 1;
         const i32 row = walk.block * kBlockM;
         const i64 at =
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     } else if (warp == 1) {
       // -- Waits for this tile's turns, a step or two ahead --------------------------------------
-      for (i32 step = 0; step < piece.steps; ++step) {
+      for (i32 step = 0; step < steps(); ++step) {
         const Walk walk = Walk::at(piece, params.group, step);
         const i32 turn = turn_of<kBlockM, kBlockN>(params, piece.tile, walk.block);
         i32 found = 0;
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     } else if (warp == 2) {
       // -- Says what has been added --------------------------------------------------------------
-      for (i32 step = 0; step < piece.steps; ++step) {
+      for (i32 step = 0; step < steps(); ++step) {
         ptx::mbarrier_wait(base + S::kAdded + 8 * (step % 2), step / 2 % 2);
         const i32 found = ptx::ld_shared(base + S::kFoundAt + 4 * (step % 2));
         const i32 mark = ptx::ld_shared(base + S::kSmallAt + 4 * (step % 2)) == step ? kSmall : 0;
@@ -294,7 +294,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     before = block_at(walk);
     walk.next(piece);
   };
-  if (piece.steps > 0) {
+  if (steps() > 0) {
     if (mine == 1) next();
     ptx::mbarrier_wait(base + S::kKeysFull, 0);
     if (params.masked) specials.look_at_keys();
@@ -303,7 +303,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (thread == 0) ptx::st_shared(in_keys_at, specials.in_keys);
       ptx::bar_sync(kWarpgroup + mine, 128);
     }
-    if (step < piece.steps) {
+    if (step < steps()) {
       wait_q(step);
       wait_do(step);
     }
@@ -413,7 +413,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     add(S::kTake == 2 ? four : three, S::kTake - 1, step, here, keys_too);
     arrive(base + S::kDSEmpty + 8 * mine);
-    const bool more = step + 2 < piece.steps;
+    const bool more = step + 2 < steps();
     float s_next[2][kGroups][2], dp_next[2][kGroups][2];  // after the last step not used
     if (more) wait_q(step + 2);
     issue_scores(s_next, mine);
@@ -435,13 +435,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     walk.next(piece);
     next();
   };
-  while (step < piece.steps) {
+  while (step < steps()) {
 #pragma unroll 1
-    for (; step < piece.steps && !usual(); on()) advance(true);
+    for (; step < steps() && !usual(); on()) advance(true);
 #pragma unroll 1
-    for (; step < piece.steps && usual(); on()) advance(false);
+    for (; step < steps() && usual(); on()) advance(false);
   }
-  if (step > 0 && step == piece.steps) {  // the last step was the other's
+  if (step > 0 && step == steps()) {  // the last step was the other's
     wait_ds(step - 1);
     add_others(step - 1);
     issue_others(mine ^ 1);
