@@ -114,7 +114,7 @@ def shared_bytes(plan: Plan, d: int, d_v: int, shape: Shape) -> int:
         )
     tiles = 128 * (keys + 2 * shape.rows) * (k + v) + 4 * shape.rows * keys
     sums = 2 * parts_of(d) * part_rows(d, shape) * 64 * 4
-    return tiles + sums + 20 * shape.rows + 256 + 8 * 19 + 40
+    return tiles + sums + 20 * shape.rows + 128 + 8 * 23 + 2 * 40 + 8 + 96
 
 
 def backward_instantiation(
@@ -170,6 +170,12 @@ def _prepared(p: Problem, plan: Plan, shape: Shape | None, processors: int) -> _
     s = shape_of(p.d, p.d_v, softcap) if shape is None else shape
     parts, tiles = parts_of(p.d), -(-p.n_k // keys)
     pieces, blocks = tiles * (p.heads // p.group), p.heads * -(-p.n_q // s.rows)
+    conversions = -(-blocks // (CONVERT_PARTS // parts))
+    ctas = pieces + conversions
+    if not is_wide(p.d, p.d_v):
+        # One on each multiprocessor, whose registers it fills, goes from tile to tile; others find
+        # none left when they start, and convert.
+        ctas = min(pieces, processors) + min(conversions, processors)
     fields = gradient_fields(p, plan) | {
         "masked": is_masked(p),
         "interleave": interleaved_heads(p, tiles, processors),
@@ -179,7 +185,7 @@ def _prepared(p: Problem, plan: Plan, shape: Shape | None, processors: int) -> _
         delta_launch(p, plan),
         Launch(
             backward_instantiation(plan, p.d, p.d_v, softcap, s),
-            pieces + -(-blocks // (CONVERT_PARTS // parts)),
+            ctas,
             GRADIENT_THREADS,
             shared_bytes(plan, p.d, p.d_v, s),
         ),
@@ -213,7 +219,7 @@ def backward(
     lse2, delta = cp.empty((2, p.batch * p.heads, pitch_of(p.n_q)), np.float32)
     sums = cp.empty(found.sums, np.float32)
     row_sums = cp.empty(found.row_sums, np.float32) if found.row_sums else None
-    counts = cp.zeros(found.blocks + 1, np.int32)
+    counts = cp.zeros(found.blocks + 2, np.int32)
     halves = plan.numerics.out == "input"
     mapped = (p.q, p.k, p.v, dout, dk if halves else None, dv if halves else None)
     maps = b"".join(
@@ -223,7 +229,7 @@ def backward(
     centered = cp.empty(centered_words(p.shapes), np.uint32) if found.row_sums else None
     plain = (lse, dlse, lse2, delta, centered)
     ones = packed(DELTA_PARAMS, (dout, out, rest, p.k), plain, found.tails[0])
-    work = (lse2, delta, sums, counts, counts[-1:], row_sums, dlse, centered)
+    work = (lse2, delta, sums, counts, counts[-2:], row_sums, dlse, centered)
     fields = packed(FIELDS, (p.q, p.k, dout, dq, dk, dv), work, found.tails[1])
     params = bytearray(PARAMS.itemsize)
     params[: len(maps)] = maps

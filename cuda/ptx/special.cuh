@@ -12,6 +12,13 @@ __device__ __forceinline__ u32 thread_index() {
   return t;
 }
 
+// The same number, of which the compiler does not know that: what is worked out from it is worked
+// out here, and not kept in registers from an earlier place.
+__device__ __forceinline__ u32 opaque(u32 x) {
+  asm volatile("" : "+r"(x)::"memory");
+  return x;
+}
+
 __device__ __forceinline__ i32 block_index() {
   i32 b;
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(b)::"memory");

@@ -85,7 +85,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     return;
   }
   const Piece<kBlockM, kBlockN> piece(params, ticket);
-  auto steps = [&] { return piece.blocks * params.group; };  // no register is left for it
   auto block_at = [&](const Walk& walk) {
     const i32 blocks = (band.n_q + kBlockM - 1) / kBlockM;
     return (piece.batch * params.heads + walk.head) * blocks + walk.block;
@@ -96,7 +95,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int warp = threadIdx.x / 32;
     if constexpr (kCenter) {
       // -- A whole warp that adds the sums of rows of dS -----------------------------------------
-      for (i32 step = 0; warp == 3 && step < steps(); ++step) {
+      for (i32 step = 0; warp == 3 && step < piece.steps; ++step) {
         const u32 stage = step % 2, parity = step / 2 % 2;
         WarpRowSums<S> rows;
         const bool any = Centered::of(params, piece.batch, piece.kv_head)
@@ -115,7 +114,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (lane == 0) ptx::mbarrier_arrive(base + S::kAdded + 8 * stage);
       }
     }
-    if (lane != 0 || steps() == 0) return;
+    if (lane != 0 || piece.steps == 0) return;
     if (warp == 0) {
       // -- The loader: K and V once, then Q and dO of every step with LSE and delta --------------
       auto load = [&](const ptx::TensorMap& map, u32 to, u32 full, int panels, int panel_bytes,
@@ -129,7 +128,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       load(params.v_map, base + S::kV, base + S::kKeysFull, V::kCount, V::kPanelBytes,
            piece.first_key, piece.kv_head);
       Walk walk = Walk::at(piece, params.group, 0);
-      for (i32 step = 0; step < steps(); ++step, walk.next(piece)) {
+      for (i32 step = 0; step < piece.steps; ++step, walk.next(piece)) {
         const u32 stage = step % 2, parity = step / 2 % 2 ^ 1;
         const i32 row = walk.block * kBlockM;
         const i64 at =
@@ -149,7 +148,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     } else if (warp == 1) {
       // -- Waits for this tile's turns, a step or two ahead --------------------------------------
-      for (i32 step = 0; step < steps(); ++step) {
+      for (i32 step = 0; step < piece.steps; ++step) {
         const Walk walk = Walk::at(piece, params.group, step);
         const i32 turn = turn_of<kBlockM, kBlockN>(params, piece.tile, walk.block);
         i32 found = 0;
@@ -166,7 +165,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     } else if (warp == 2) {
       // -- Says what has been added --------------------------------------------------------------
-      for (i32 step = 0; step < steps(); ++step) {
+      for (i32 step = 0; step < piece.steps; ++step) {
         ptx::mbarrier_wait(base + S::kAdded + 8 * (step % 2), step / 2 % 2);
         const i32 found = ptx::ld_shared(base + S::kFoundAt + 4 * (step % 2));
         const i32 mark = ptx::ld_shared(base + S::kSmallAt + 4 * (step % 2)) == step ? kSmall : 0;
@@ -185,7 +184,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Place place = Place::of(thread);
   float acc[2][S::kColumns / 8][2];  // dV or dK
   clear(acc);
-  Specials<S> specials(params, piece, shared, mine, thread);
+  Specials<S> specials(params, shared, mine);
   // Whether K has NaN or Inf. Where dQ is centred, there is no register left for it: a warpgroup
   // has a word.
   const u32 in_keys_at = base + S::kInKeysAt + 4 * mine;
@@ -244,8 +243,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (piece.plain(walk.block) || !params.masked) return;
     const bool some = lane == 0 && ptx::ld_shared(base + S::kSpecialAt + 4 * stage) != 0;
     if (!__any_sync(kWholeWarp, some)) return;
-    specials.add_rows_of(acc, shared + (mine == 0 ? S::kP : S::kDS + stage * DS::kBytes), walk,
-                         mine == 0);
+    specials.add_rows_of(acc, piece, shared + (mine == 0 ? S::kP : S::kDS + stage * DS::kBytes),
+                         walk, 0, mine == 0);
   };
   // dQ: 64 columns of the head by all queries, or half of them if there are no more columns.
   auto issue_share = [&](Accumulator<S::kPartM / 8>& share, int i, u32 stage) {
@@ -264,7 +263,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     const u32 stage = step % 2;
     if (part < S::kParts) {
       if (in_keys)
-        specials.add_keys(share, shared + S::kDS + stage * DS::kBytes, step,
+        specials.add_keys(share, piece, shared + S::kDS + stage * DS::kBytes,
+                          Walk::at(piece, params.group, step).block,
                           K::kCount == 1 ? 0 : part * kPanelCols,
                           K::kCount == 1 ? part * S::kPartM : 0);
       const bool small = holds_small(share);
@@ -294,7 +294,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     before = block_at(walk);
     walk.next(piece);
   };
-  if (steps() > 0) {
+  if (piece.steps > 0) {
     if (mine == 1) next();
     ptx::mbarrier_wait(base + S::kKeysFull, 0);
     if (params.masked) specials.look_at_keys();
@@ -303,7 +303,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (thread == 0) ptx::st_shared(in_keys_at, specials.in_keys);
       ptx::bar_sync(kWarpgroup + mine, 128);
     }
-    if (step < steps()) {
+    if (step < piece.steps) {
       wait_q(step);
       wait_do(step);
     }
@@ -329,7 +329,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (special) specials.clear_rows(mine);
       if (thread == 0) ptx::st_shared(base + S::kSpecialAt + 4 * mine, special);
     }
-    if (any && in_keys()) specials.add_to_scores(s, walk, 0, 0);
+    if (any && in_keys()) specials.add_to_scores(s, piece, walk, 0, 0);
     u32 p_half[kGroups / 2][4], ds_half[kGroups / 2][4];
     Seen<kGroups> seen;
     if (!plain) look<kGroups>(seen, place, RowsOfKey{band, walk.block * kBlockM, piece.first_key});
@@ -360,7 +360,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::fence_operands(acc);
       store_transposed<DS>(own_ds, p_half, 0, thread);
       ptx::bar_sync(kWarpgroup + mine, 128);
-      specials.add_rows_of(acc, shared + (own_ds - base), walk, true);
+      specials.add_rows_of(acc, piece, shared + (own_ds - base), walk, 0, true);
       ptx::bar_sync(kWarpgroup + mine, 128);
     }
     store_transposed<DS>(own_ds, ds_half, 0, thread);
@@ -375,7 +375,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       arrive(base + S::kDOEmpty + 8 * (mine ^ 1));
     }
     wait_ds(step);
-    if (special && mine == 1) specials.add_rows_of(acc, shared + (own_ds - base), walk, false);
+    if (special && mine == 1)
+      specials.add_rows_of(acc, piece, shared + (own_ds - base), walk, 0, false);
 #pragma unroll
     for (int i = 0; i < 2 * kGroups; ++i)
       p_half[i / 4][i % 4] = mine == 0 ? p_half[i / 4][i % 4] : ds_half[i / 4][i % 4];
@@ -413,7 +414,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     add(S::kTake == 2 ? four : three, S::kTake - 1, step, here, keys_too);
     arrive(base + S::kDSEmpty + 8 * mine);
-    const bool more = step + 2 < steps();
+    const bool more = step + 2 < piece.steps;
     float s_next[2][kGroups][2], dp_next[2][kGroups][2];  // after the last step not used
     if (more) wait_q(step + 2);
     issue_scores(s_next, mine);
@@ -428,20 +429,17 @@ __global__ void __launch_bounds__(kThreads, 1)
       (&dp[0][0][0])[i] = (&dp_next[0][0][0])[i];
     }
   };
-  // A long loop is slow, for want of instructions: the usual step has one of its own.
-  auto usual = [&] { return !in_keys() && piece.plain(walk.block) && plain_before; };
-  auto on = [&] {
-    step += 2;
+#pragma unroll 1
+  for (; step < piece.steps; step += 2) {
+    if (in_keys() || !piece.plain(walk.block) || !plain_before) {
+      advance(true);
+    } else {
+      advance(false);
+    }
     walk.next(piece);
     next();
-  };
-  while (step < steps()) {
-#pragma unroll 1
-    for (; step < steps() && !usual(); on()) advance(true);
-#pragma unroll 1
-    for (; step < steps() && usual(); on()) advance(false);
   }
-  if (step > 0 && step == steps()) {  // the last step was the other's
+  if (step > 0 && step == piece.steps) {  // the last step was the other's
     wait_ds(step - 1);
     add_others(step - 1);
     issue_others(mine ^ 1);

@@ -191,4 +191,18 @@ struct Conversion {
   }
 };
 
+// By a whole CTA: conversions that nobody has taken, one after the other. at: a word in shared
+// memory outside of `tile`.
+template <class S, bool kFloatOut, bool kCenter>
+__device__ __forceinline__ void convert(const BackwardParams& params, u32 at, float* tile) {
+  while (true) {
+    if (threadIdx.x == 0) ptx::st_shared(at, atomicAdd(params.tickets + 1, 1));
+    __syncthreads();
+    const Conversion<S, kFloatOut, kCenter> conversion(params, ptx::ld_shared(at));
+    if (conversion.count() <= 0) return;
+    conversion.run(tile);
+    __syncthreads();
+  }
+}
+
 }  // namespace cuflash::sm90

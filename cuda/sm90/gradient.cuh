@@ -26,7 +26,7 @@ struct BackwardParams {
   const float *lse2, *delta;  // (batch, heads, pitch): LSE log2(e), and rowsum(dO O) - dLSE
   float* sums;                // dQ so far, see sm90/sums.cuh
   i32* turns;           // (batch * heads, blocks): key tiles that have been added; zeros at first
-  i32* tickets;         // CTAs that have started; 0 at first
+  i32* tickets;         // tickets for tiles of keys, and for conversions; 0 at first
   float* row_sums;      // (batch * heads, blocks, kBlockM): of dS so far; where dQ is centred
   const float* dlse;    // (batch * heads, n_q), or null
   const u32* centered;  // (batch * key heads, pitch / 32): a bit for each row; null without center
@@ -55,21 +55,24 @@ __device__ __forceinline__ void clear(Accumulator<kGroups>& x) {
   for (int i = 0; i < 4 * kGroups; ++i) (&x[0][0][0])[i] = 0.0f;
 }
 
-// A tile of keys and the blocks of rows that see it, of all query heads of the group.
+// A tile of keys and the blocks of rows that see it, of all query heads of the group. In this order
+// in shared memory, too.
 template <int kBlockM, int kBlockN>
 struct Piece {
-  i32 tile, batch, kv_head, first_key;
+  i32 ticket, tile, batch, kv_head, first_key;
   i32 block_begin, blocks, steps;
   i32 plain_begin, plain_end;  // blocks whose rows all exist and see the whole tile
+  static constexpr u32 kBytes = 40;
 
   // Tickets run over the tiles of a head in the order in which they are added to dQ, those of
   // `interleave` heads side by side.
-  __device__ __forceinline__ Piece(const BackwardParams& params, i32 ticket) {
+  __device__ __forceinline__ Piece(const BackwardParams& params, i32 ticket) : ticket(ticket) {
     const Band& band = params.band;
     const i32 tiles = (band.n_k + kBlockN - 1) / kBlockN, kv_heads = params.heads / params.group;
     const i32 all_heads = params.pieces / tiles;
     const i32 first_head = ticket / (params.interleave * tiles) * params.interleave;
-    const i32 together = min(params.interleave, all_heads - first_head);
+    // 1 behind the last ticket, whose piece is not looked at.
+    const i32 together = max(min(params.interleave, all_heads - first_head), 1);
     const i32 place = ticket - first_head * tiles;
     tile = params.descending ? tiles - 1 - place / together : place / together;
     const i32 flat = first_head + place % together;
@@ -86,6 +89,28 @@ struct Piece {
     plain_end = rows.row_of(static_cast<i64>(first_key) + band.left + 1) / kBlockM;
     if (first_key + kBlockN > band.n_k) plain_end = plain_begin;
   }
+
+  // To shared memory and from it: by one thread, by whole warps, and one of its numbers.
+  __device__ __forceinline__ void store(u32 to) const {
+    static_assert(sizeof(Piece) == kBytes, "all of it");
+#pragma unroll
+    for (u32 i = 0; i < kBytes / 4; ++i) ptx::st_shared(to + 4 * i, (&ticket)[i]);
+  }
+  __device__ __forceinline__ static Piece by_one(u32 from) {
+    Piece piece;
+#pragma unroll
+    for (u32 i = 0; i < kBytes / 4; ++i) (&piece.ticket)[i] = ptx::ld_shared(from + 4 * i);
+    return piece;
+  }
+  __device__ __forceinline__ explicit Piece(u32 from) {
+#pragma unroll
+    for (u32 i = 0; i < kBytes / 4; ++i) (&ticket)[i] = ptx::ld_shared_alike(from + 4 * i);
+  }
+  __device__ __forceinline__ static i32 field(u32 from, i32 Piece::* which) {
+    Piece any;
+    return ptx::ld_shared_alike(from + 4 * static_cast<u32>(&(any.*which) - &any.ticket));
+  }
+  Piece() = default;
 
   __device__ __forceinline__ bool plain(i32 block) const {
     return block >= plain_begin && block < plain_end;

@@ -10,8 +10,8 @@ namespace cuflash::sm90 {
 
 // -- By a warpgroup -------------------------------------------------------------------------------
 
-// Eight columns of 16 ones, without a swizzle.
-constexpr u32 kOnesBytes = 256;
+// Eight columns of 16 ones, without a swizzle: of eight, which are read twice.
+constexpr u32 kOnesBytes = 128;
 
 template <class Half>
 __device__ __forceinline__ void write_ones(u32 to, int thread) {
@@ -24,7 +24,7 @@ __device__ __forceinline__ void write_ones(u32 to, int thread) {
 template <bool kBf16, class A, int kCols>
 __device__ __forceinline__ void issue_row_sums(Accumulator<1>& rows, u32 a, u32 ones) {
   constexpr u64 kGroup = kOnesBytes / 16;  // no second group of eight columns is there
-  const u64 b = kGroup << 32 | descriptor(ones, kOnesBytes / 2);
+  const u64 b = kGroup << 32 | descriptor(ones, 0);
 #pragma unroll
   for (int kk = 0; kk < kCols / 16; ++kk) {
     const u32 step = (kk / 4 * A::kPanelBytes + kk % 4 * 32) / 16;

@@ -51,14 +51,15 @@ struct Specials {
   using DS = typename S::DS;
   using P = Piece<S::kBlockM, S::kBlockN>;
   const BackwardParams& params;
-  const P& piece;
   char* const shared;
-  const int mine, thread;  // warpgroup, thread in it
-  bool in_keys = false;    // K has some, and is clean now
+  const int mine;        // warpgroup
+  bool in_keys = false;  // K has some, and is clean now
 
-  __device__ __forceinline__ Specials(const BackwardParams& params, const P& piece, char* shared,
-                                      int mine, int thread)
-      : params(params), piece(piece), shared(shared), mine(mine), thread(thread) {}
+  __device__ __forceinline__ Specials(const BackwardParams& params, char* shared, int mine)
+      : params(params), shared(shared), mine(mine) {}
+
+  // Of the warpgroup; asked for anew, so that nothing is kept for what is rare.
+  __device__ __forceinline__ static int thread() { return ptx::thread_index() % 128; }
 
   __device__ __forceinline__ bool agree(bool found) const {
     return __any_sync(kWholeWarp, ptx::bar_red_or(kWarpgroup + mine, 128, found));
@@ -66,12 +67,12 @@ struct Specials {
 
   // Once, when K has arrived; a warpgroup looks at all of it.
   __device__ __forceinline__ void look_at_keys() {
-    in_keys = agree(finds_nonfinite<Half, S::K::kBytes, 128>(shared + S::kK, thread));
+    in_keys = agree(finds_nonfinite<Half, S::K::kBytes, 128>(shared + S::kK, thread()));
   }
   // If it has some, when both have looked and no product needs them any more.
   __device__ __forceinline__ void clear_keys() const {
     ptx::bar_sync(kBoth, kConsumers);
-    clear_nonfinite<Half, S::K::kBytes, kConsumers>(shared + S::kK, mine * 128 + thread);
+    clear_nonfinite<Half, S::K::kBytes, kConsumers>(shared + S::kK, mine * 128 + thread());
     ptx::fence_proxy_async();
     ptx::bar_sync(kBoth, kConsumers);
   }
@@ -86,13 +87,13 @@ struct Specials {
     if (!kSoftcap && !may_be_in_rows<S::kBlockM>(lse2, delta)) return false;
     const char *q = shared + S::kQ + stage * S::Q::kBytes,
                *dout = shared + S::kDO + stage * S::DO::kBytes;
-    return agree(finds_nonfinite<Half, S::Q::kBytes, 128>(q, thread) ||
-                 finds_nonfinite<Half, S::DO::kBytes, 128>(dout, thread));
+    return agree(finds_nonfinite<Half, S::Q::kBytes, 128>(q, thread()) ||
+                 finds_nonfinite<Half, S::DO::kBytes, 128>(dout, thread()));
   }
   __device__ __forceinline__ void clear_rows(u32 stage) const {
     constexpr int kAll = S::kTogether ? kConsumers : 128;
     const u32 barrier = S::kTogether ? kBoth : kWarpgroup + mine;
-    const int i = S::kTogether ? mine * 128 + thread : thread;
+    const int i = S::kTogether ? mine * 128 + thread() : thread();
     ptx::bar_sync(barrier, kAll);
     clear_nonfinite<Half, S::Q::kBytes, kAll>(shared + S::kQ + stage * S::Q::kBytes, i);
     clear_nonfinite<Half, S::DO::kBytes, kAll>(shared + S::kDO + stage * S::DO::kBytes, i);
@@ -102,8 +103,9 @@ struct Specials {
 
   // What the keys' specials do to S: columns are queries from `first_query` of the block.
   template <int kGroups>
-  __device__ __forceinline__ void add_to_scores(Accumulator<kGroups>& s, const Walk& walk,
-                                                int first_key, int first_query) const {
+  __device__ __forceinline__ void add_to_scores(Accumulator<kGroups>& s, const P& piece,
+                                                const Walk& walk, int first_key,
+                                                int first_query) const {
     const int lane = ptx::thread_index() % 32;
     const i32 row = walk.block * S::kBlockM + first_query + lane % 4 * 2;
     const i32 key = piece.first_key + first_key + ptx::thread_index() % 128 / 32 * 16 + lane / 4;
@@ -124,9 +126,10 @@ struct Specials {
   // What specials of rows do to dK or dV: their weights are halves of P or dS, which the warpgroup
   // has just written. Columns from `first_column`.
   template <int kGroups>
-  __device__ __forceinline__ void add_rows(Accumulator<kGroups>& acc, const char* weights,
-                                           const u16* rows, i64 row_stride, int columns, i32 block,
-                                           int first_key, int first_column) const {
+  __device__ __forceinline__ void add_rows(Accumulator<kGroups>& acc, const P& piece,
+                                           const char* weights, const u16* rows, i64 row_stride,
+                                           int columns, i32 block, int first_key,
+                                           int first_column) const {
     const int lane = ptx::thread_index() % 32;
     const i32 first_row = block * S::kBlockM;
     const int key = first_key + ptx::thread_index() % 128 / 32 * 16 + lane / 4;
@@ -139,22 +142,24 @@ struct Specials {
     });
   }
 
-  // The same of dO to dV or of Q to dK, by the whole tile of keys.
+  // The same of dO to dV or of Q to dK. first_key: the first of the accumulators in the tile.
   template <int kGroups>
-  __device__ __forceinline__ void add_rows_of(Accumulator<kGroups>& acc, const char* weights,
-                                              const Walk& walk, bool of_dout) const {
+  __device__ __forceinline__ void add_rows_of(Accumulator<kGroups>& acc, const P& piece,
+                                              const char* weights, const Walk& walk, int first_key,
+                                              bool of_dout) const {
     const Strides& strides = of_dout ? params.dout_strides : params.q_strides;
-    add_rows(acc, weights, (of_dout ? params.dout : params.q) + strides.at(piece.batch, walk.head),
-             strides.row, of_dout ? params.d_v : params.d, walk.block, 0, 0);
+    add_rows(acc, piece, weights,
+             (of_dout ? params.dout : params.q) + strides.at(piece.batch, walk.head), strides.row,
+             of_dout ? params.d_v : params.d, walk.block, first_key, 0);
   }
 
   // What the keys' specials do to a share of dQ: rows are columns of the head from `first_column`,
   // columns queries from `first_query` of the block.
   template <int kGroups>
-  __device__ __forceinline__ void add_keys(Accumulator<kGroups>& dq, const char* weights, i32 step,
-                                           int first_column, int first_query) const {
+  __device__ __forceinline__ void add_keys(Accumulator<kGroups>& dq, const P& piece,
+                                           const char* weights, i32 block, int first_column,
+                                           int first_query) const {
     const int lane = ptx::thread_index() % 32;
-    const i32 block = Walk::at(piece, params.group, step).block;
     const int first = first_column + ptx::thread_index() % 128 / 32 * 16 + lane / 4;
     one_by_one(dq, [&](float sum, int h, int query) {
       const int column = first + 8 * h;

@@ -45,15 +45,24 @@ struct Part {
 // Numbers not 0 and below 2^-101: sums of such may be subnormal (see above).
 constexpr float kLeast = 3.94430452610505902705864e-31f;
 
-// Whether a warp's share holds something small. Twice the bits less 1: 0 is then the largest.
+__device__ __forceinline__ bool is_small(float x) {
+  return __float_as_uint(x) * 2 - 1 < __float_as_uint(kLeast) * 2 - 1;
+}
+
+// Whether a warp's share holds something small.
 template <int kGroups>
 __device__ __forceinline__ bool holds_small(const Accumulator<kGroups>& x) {
-  u32 least[4] = {~0u, ~0u, ~0u, ~0u};  // four chains, for the sake of latency
+  float least[4];  // four chains, for the sake of latency
 #pragma unroll
-  for (int i = 0; i < 4 * kGroups; ++i)
-    least[i % 4] = min(least[i % 4], __float_as_uint((&x[0][0][0])[i]) * 2 - 1);
-  const u32 all = min(min(least[0], least[1]), min(least[2], least[3]));
-  return __any_sync(kWholeWarp, all < __float_as_uint(kLeast) * 2 - 1);
+  for (int i = 0; i < 4; ++i) least[i] = fabsf((&x[0][0][0])[i]);
+#pragma unroll
+  for (int i = 4; i < 4 * kGroups; ++i) least[i % 4] = fminf(least[i % 4], fabsf((&x[0][0][0])[i]));
+  const float all = fminf(fminf(least[0], least[1]), fminf(least[2], least[3]));
+  if (!__any_sync(kWholeWarp, all < kLeast)) return false;
+  bool small = false;
+#pragma unroll
+  for (int i = 0; i < 4 * kGroups; ++i) small |= is_small((&x[0][0][0])[i]);
+  return __any_sync(kWholeWarp, small);
 }
 
 // A warpgroup's share into a part in shared memory, at this thread's place.
