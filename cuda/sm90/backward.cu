@@ -5,69 +5,10 @@
 // of the rows of dS, one looks ahead for what is rare. A CTA goes on to the next tile that nobody
 // has taken, whose first loads it asks for while it ends the one before; CTAs that find none
 // convert dQ. See sm90/sums.cuh for the order of dQ and why every wait for other CTAs ends.
+#include "sm90/backward_shape.cuh"
 #include "sm90/convert.cuh"
-#include "sm90/specials.cuh"
 
 namespace cuflash::sm90 {
-
-// kBlockM: queries of a step, which changes no bit.
-template <class Half_, int kD_, int kDv_, int kBlockM_>
-struct BackwardShape {
-  using Half = Half_;
-  static constexpr int kD = kD_, kDv = kDv_, kBlockM = kBlockM_, kBlockN = 128;
-  // Registers of a thread that loads or adds, and of a consumer's: what the launch gave, shared
-  // anew.
-  static constexpr int kLoaderRegs = 24, kConsumerRegs = 240;
-  static constexpr bool kTogether = true, kBf16 = Half::kOnes == 0x3f803f80u;
-  // Whether a step makes S of the next one, which has registers left for 64 queries.
-  static constexpr bool kAhead = kBlockM <= 64;
-  using K = Panels<kBlockN, kD>;
-  using V = Panels<kBlockN, kDv>;
-  using Q = Panels<kBlockM, kD>;
-  using DO = Panels<kBlockM, kDv>;
-  using DS = Panels<kBlockM, kBlockN>;  // rows are queries
-  // A warpgroup's part of dQ: one panel of columns, or half of the queries.
-  static constexpr int kParts = 2;
-  static constexpr int kPartM = K::kCount == 2 ? kBlockM : kBlockM / 2;
-  static constexpr int kShareBytes = 2 * Part<kPartM>::kBytes;
-  // Steps whose marks are kept: when that of step n + 8 is written, consumers have let go of dO of
-  // step n + 4. So they have handed out step n + 2, in the place of n, which had been read.
-  static constexpr int kMarks = 8;
-  // Shared memory, in bytes from its start.
-  static constexpr u32 kK = 0, kV = kK + K::kBytes, kQ = kV + V::kBytes, kDO = kQ + 2 * Q::kBytes,
-                       kDS = kDO + 2 * DO::kBytes, kShare = kDS + 2 * DS::kBytes,
-                       kLse = kShare + 2 * kShareBytes, kDelta = kLse + 8 * kBlockM,
-                       kRows = kDelta + 8 * kBlockM, kOnes = kRows + 4 * kBlockM,
-                       kBarriers = kOnes + kOnesBytes;
-  static constexpr u32 kKeysFull = kBarriers, kKeysEmpty = kKeysFull + 8,
-                       kLookedAt = kKeysEmpty + 8, kNextFull = kLookedAt + 8,
-                       kNextEmpty = kNextFull + 8, kQFull = kNextEmpty + 8, kQEmpty = kQFull + 16,
-                       kDOFull = kQEmpty + 16, kDOEmpty = kDOFull + 16, kDSFull = kDOEmpty + 16,
-                       kDSEmpty = kDSFull + 16, kShareFull = kDSEmpty + 16,
-                       kShareEmpty = kShareFull + 16, kRowsFull = kShareEmpty + 16,
-                       kRowsEmpty = kRowsFull + 8, kTile = kRowsEmpty + 8,
-                       kInK = kTile + 2 * Piece<kBlockM, kBlockN>::kBytes, kMark = kInK + 8,
-                       kBytes = kMark + 12 * kMarks;
-  // dK leaves through dS, each warpgroup's through the columns that it writes, so that the next K
-  // may come; where a block has but 32 rows, through K.
-  static constexpr bool kDkInDs = kBlockM >= 64;
-  static_assert(!kDkInDs || K::kCount == 1 || K::kPanelBytes == DS::kBytes, "panels of dK fit");
-};
-
-// What is told about a step with its dO, in three words. Its mark: whether its rows are cut (some
-// are absent, or see the tile in part), then perhaps with NaN or Inf in them, whether one is
-// centred, with a bit in turn; above these bits, the block of rows. The block among those of all
-// heads; the tile's turn there.
-constexpr i32 kBlockBits = 4;
-constexpr u32 kCut = 8, kInRows = 4, kCentered = 2;
-// What a consumer remembers, in one register: of the step before kCentered and its bit; NaN or Inf
-// in K, a step of this tile is done, K was looked at; the parity of tiles; the marks of this step
-// and of the next one.
-constexpr u32 kInKeys = 16, kBegun = 32, kLooked = 64, kRound = 128;
-constexpr int kHere = 8, kNext = 12;
-
-// A step of a consumer: without a mask, under a mask, with all that may be.
-enum class Step { kUsual, kMasked, kAny };
 
 // kCenter: dQ is centred; not under a softcap.
 template <class S, bool kSoftcap, bool kFloatOut, bool kCenter>
@@ -94,27 +35,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
 
   if (threadIdx.x == 0) {
-    constexpr u32 kWarps = kConsumers / 32;
-    ptx::mbarrier_init(base + S::kKeysFull, 1);
-    ptx::mbarrier_init(base + S::kKeysEmpty, kWarps);
-    ptx::mbarrier_init(base + S::kLookedAt, 32);
-    ptx::mbarrier_init(base + S::kNextFull, 1);
-    ptx::mbarrier_init(base + S::kNextEmpty, kWarps + 3);
-    for (int i = 0; i < 2; ++i) {
-      ptx::mbarrier_init(base + S::kQFull + 8 * i, 1);
-      ptx::mbarrier_init(base + S::kQEmpty + 8 * i, kWarps);
-      ptx::mbarrier_init(base + S::kDOFull + 8 * i, 1 + 32);
-      ptx::mbarrier_init(base + S::kDOEmpty + 8 * i, kWarps);
-      ptx::mbarrier_init(base + S::kDSFull + 8 * i, kWarps);
-      ptx::mbarrier_init(base + S::kDSEmpty + 8 * i, kWarps);
-      ptx::mbarrier_init(base + S::kShareFull + 8 * i, kWarps);
-      ptx::mbarrier_init(base + S::kShareEmpty + 8 * i, 1);
-    }
-    if constexpr (kCenter) {
-      ptx::mbarrier_init(base + S::kRowsFull, kBlockM == 128 ? kConsumers : kConsumers / 2);
-      ptx::mbarrier_init(base + S::kRowsEmpty, 32);
-    }
-    ptx::fence_mbarrier_init();
+    init_barriers<S, kCenter>(base);
     Tile(params, atomicAdd(params.tickets, 1)).store(tile_at(0));
   }
   if constexpr (kCenter) write_ones<Half>(base + S::kOnes, threadIdx.x);
@@ -142,12 +63,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x == 0) {
       // -- The loader: K and V of a tile once, Q and dO of every step with LSE and delta ---------
       // What of a tile one step needs is not kept for the next: 24 registers are few.
-      auto load = [&](const ptx::TensorMap& map, u32 to, u32 full, int panels, int panel_bytes,
-                      i32 row, i32 head, i32 batch) {
-        for (int i = 0; i < panels; ++i)
-          ptx::tma_load_4d(to + i * panel_bytes, map, full, i * kPanelCols, row, head, batch);
-      };
-      Walk walk;
+      Walk walk = {};
       auto load_step = [&] {
         const Tile piece = Tile::by_one(tile_at(round));
         const u32 base = ptx::opaque(ptx::shared_address(shared));
@@ -160,13 +76,13 @@ __global__ void __launch_bounds__(kThreads, 1)
         const u32 q_full = base + S::kQFull + 8 * stage, do_full = base + S::kDOFull + 8 * stage;
         ptx::mbarrier_wait(base + S::kQEmpty + 8 * stage, parity);
         ptx::mbarrier_arrive_expect_tx(q_full, Q::kBytes + kBlockM * 4);
-        load(params.q_map, base + S::kQ + stage * Q::kBytes, q_full, Q::kCount, Q::kPanelBytes, row,
-             walk.head, piece.batch);
+        load_panels<Q>(params.q_map, base + S::kQ + stage * Q::kBytes, q_full, row, walk.head,
+                       piece.batch);
         load_row(base + S::kLse + stage * kBlockM * 4, params.lse2, q_full);
         ptx::mbarrier_wait(base + S::kDOEmpty + 8 * stage, parity);
         ptx::mbarrier_arrive_expect_tx(do_full, DO::kBytes + kBlockM * 4);
-        load(params.dout_map, base + S::kDO + stage * DO::kBytes, do_full, DO::kCount,
-             DO::kPanelBytes, row, walk.head, piece.batch);
+        load_panels<DO>(params.dout_map, base + S::kDO + stage * DO::kBytes, do_full, row,
+                        walk.head, piece.batch);
         load_row(base + S::kDelta + stage * kBlockM * 4, params.delta, do_full);
         walk.next(piece);
         ++step;
@@ -179,10 +95,10 @@ __global__ void __launch_bounds__(kThreads, 1)
         const u32 full = base + S::kKeysFull;
         ptx::mbarrier_wait(base + S::kKeysEmpty, round ^ 1);
         ptx::mbarrier_arrive_expect_tx(full, K::kBytes + V::kBytes);
-        load(params.k_map, base + S::kK, full, K::kCount, K::kPanelBytes, piece.first_key,
-             piece.kv_head, piece.batch);
-        load(params.v_map, base + S::kV, full, V::kCount, V::kPanelBytes, piece.first_key,
-             piece.kv_head, piece.batch);
+        load_panels<K>(params.k_map, base + S::kK, full, piece.first_key, piece.kv_head,
+                       piece.batch);
+        load_panels<V>(params.v_map, base + S::kV, full, piece.first_key, piece.kv_head,
+                       piece.batch);
         while (step < end) load_step();
         const Tile next(params, atomicAdd(params.tickets, 1));
         ptx::mbarrier_wait(base + S::kNextEmpty, round ^ 1);
@@ -219,28 +135,19 @@ __global__ void __launch_bounds__(kThreads, 1)
         auto look_at = [&](i32 of_step) {  // keeps nothing for the next, for want of registers
           const Tile piece(tile_at(round_of(state)));
           const Walk walk = Walk::at(piece, params.group, of_step - end + piece.steps);
-          auto tell = [&](i32 word, i32 x) {
+          auto tell = [&](int word, i32 x) {
             if (lane == 0) ptx::st_shared(mark_at(of_step) + 4 * word, x);
           };
           const i32 blocks = (band.n_q + kBlockM - 1) / kBlockM;
           tell(1, (piece.batch * params.heads + walk.head) * blocks + walk.block);
           tell(2, turn_of<kBlockM, kBlockN>(params, piece.tile, walk.block));
-          u32 mark = walk.block << kBlockBits;
+          u32 mark = mark_rows<kSoftcap>(params, piece, walk);
           if constexpr (kCenter) {
             const auto centered = Centered::of(params, piece.batch, piece.kv_head);
             if (centered.template any<kBlockM>(walk.block * kBlockM)) {
               mark |= kCentered | (state & 1);
               state ^= 1;
             }
-          }
-          if (!piece.plain(walk.block)) {
-            mark |= kCut;
-            const i64 row =
-                static_cast<i64>(piece.batch * params.heads + walk.head) * params.pitch +
-                walk.block * kBlockM;
-            if (params.masked &&
-                (kSoftcap || may_be_in_rows<kBlockM>(params.lse2 + row, params.delta + row)))
-              mark |= kInRows;
           }
           tell(0, static_cast<i32>(mark));
         };
@@ -276,14 +183,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int mine = warpgroup - 1, thread = ptx::thread_index() % 128, lane = thread % 32;
     const u32 k_rows = descriptor(base + S::kK + mine * 64 * kPanelPitch, 16),
               v_rows = descriptor(base + S::kV + mine * 64 * kPanelPitch, 16),
-              k_columns =
-                  descriptor(base + S::kK + (K::kCount == 2 ? mine * K::kPanelBytes : 0), 16);
-    const u32 ds_queries = K::kCount == 2 ? 0 : mine * S::kPartM * kPanelPitch;
+              k_columns = descriptor(base + S::kK + mine * S::kColumnsBytes, 16);
+    const u32 ds_queries = mine * S::kQueriesBytes;
     auto arrive = [&](u32 barrier) {
       if (lane == 0) ptx::mbarrier_arrive(barrier);
     };
-    auto wait_q = [&](i32 step) {
-      ptx::mbarrier_wait(base + S::kQFull + 8 * (step % 2), step / 2 % 2);
+    auto wait = [&](u32 full, i32 step) {
+      ptx::mbarrier_wait(base + full + 8 * (step % 2), step / 2 % 2);
     };
     auto issue_scores = [&](Accumulator<kGroups>& s, i32 step) {
       ptx::fence_operands(s);
@@ -304,21 +210,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     // Warpgroups take turns: one computes P and dS while the other's products run.
     auto wait_turn = [&] { ptx::bar_sync(kTurn + mine, kConsumers); };
     auto pass_turn = [&] { ptx::bar_arrive(kTurn + (mine ^ 1), kConsumers); };
-
     // Sums of rows of dS, where the block has a centred row: of this warpgroup's queries, or, of
     // blocks of up to 64, of all by the first one, which reads 64 rows.
     constexpr bool kBothSum = kBlockM == 128;
     auto sum_rows = [&](u32 mark, i32 of_step) {
       float rows[2][1][2];
-      ptx::fence_operands(rows);
-      ptx::wgmma_fence();
-      issue_row_sums<kBf16, DS, kBlockN>(
-          rows,
-          descriptor(base + S::kDS + of_step % 2 * DS::kBytes + (kBothSum ? ds_queries : 0), 16),
-          base + S::kOnes);
-      ptx::wgmma_commit_group();
-      ptx::wgmma_wait_group<0>();
-      ptx::fence_operands(rows);
+      const u32 tile = base + S::kDS + of_step % 2 * DS::kBytes + (kBothSum ? ds_queries : 0);
+      make_row_sums<kBf16, DS, kBlockN>(rows, descriptor(tile, 16), base + S::kOnes);
       arrive(base + S::kDSEmpty + 8 * (of_step % 2));
       ptx::mbarrier_wait(base + S::kRowsEmpty, mark % 2 ^ 1);
       store_row_sums<kBothSum, kBlockM>(base + S::kRows, rows);
@@ -340,14 +238,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     auto is_summed = [&](u32 mark) {
       return kCenter && (mark & kCentered) != 0 && (kBothSum || mine == 0);
     };
-    auto wait_do = [&](i32 step) {
-      ptx::mbarrier_wait(base + S::kDOFull + 8 * (step % 2), step / 2 % 2);
-    };
-
     float s[2][kGroups][2];  // of the next step, if that is made ahead
     auto scores_of = [&](i32 step) {
       if constexpr (S::kAhead) {
-        wait_q(step);
+        wait(S::kQFull, step);
         issue_scores(s, step);
         ptx::wgmma_wait_group<0>();
         ptx::fence_operands(s);
@@ -391,8 +285,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::bar_sync(kWarpgroup + mine, 128);
     }
 
-    // A long loop is slow, for want of instructions, also where it branches over them: so what a
-    // usual step does not need is not in its loop.
+    // What a usual step does not need is not in its loop: a long one starves for instructions.
     auto advance = [&](Step kind) __attribute__((always_inline)) {
       const bool any = kind == Step::kAny;
       const u32 stage = step % 2, parity = step / 2 % 2;
@@ -401,10 +294,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       float dp[2][kGroups][2], slope[2][kSoftcap ? kGroups : 1][2];
       u32 p_half[kGroups / 2][4], ds_half[kGroups / 2][4];
       if constexpr (!S::kAhead) {
-        wait_q(step);
+        wait(S::kQFull, step);
         issue_scores(s, step);
       }
-      wait_do(step);
+      wait(S::kDOFull, step);
       ptx::fence_operands(dp);
       ptx::wgmma_fence();
       issue_columns<kBf16, V, DO, S::kDv>(dp, ptx::opaque(v_rows), descriptor(do_tile, 16));
@@ -467,9 +360,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::wgmma_commit_group();
       __syncwarp();
       arrive(base + S::kDSFull + 8 * stage);
-      if (S::kAhead && step < last) wait_q(step + 1);
-      if ((state & kBegun) != 0)
-        ptx::mbarrier_wait(base + S::kDSFull + 8 * (stage ^ 1), (step - 1) / 2 % 2);
+      if (S::kAhead && step < last) wait(S::kQFull, step + 1);
+      if ((state & kBegun) != 0) wait(S::kDSFull, step - 1);
 
       // dK, and dQ of the step before, for which the other warpgroup has meanwhile written its dS,
       // too. Of no step before the first, and of S none behind the last, they are products of
@@ -535,7 +427,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     auto more = [&] { return step <= last && (state & (kBegun | kLooked)) != kBegun; };
     auto rare = [&] { return (state & (kCut << kHere | kInKeys | kCentered)) != 0; };
     if (step <= last) {
-      wait_do(step);
+      wait(S::kDOFull, step);
       state |= mark_of(step) % (1 << kBlockBits) << kHere;
     }
     while (step <= last) {
@@ -554,26 +446,12 @@ __global__ void __launch_bounds__(kThreads, 1)
 
     // -- dV through V's place, the last share, dK ----------------------------------------------
     const Tile done = piece();
-    const i32 first_key = done.first_key + mine * 64;
-    auto leave = [&](const ptx::TensorMap& map, u32 from, int panels, int panel_bytes) {
-      ptx::fence_proxy_async();
-      ptx::bar_sync(kWarpgroup + mine, 128);
-      if (thread != 0) return;
-      if (first_key < band.n_k) {
-        for (int i = 0; i < panels; ++i)
-          ptx::tma_store_4d(from + i * panel_bytes + mine * 64 * kPanelPitch, map, i * kPanelCols,
-                            first_key, done.kv_head, done.batch);
-      }
-      ptx::cp_async_bulk_commit_group();
-    };
     ptx::bar_sync(kWarpgroup + mine, 128);  // all its warps have read V
     if constexpr (kFloatOut) {
-      write_rows(static_cast<float*>(params.dv) +
-                     params.dv_strides.at(done.batch, done.kv_head, first_key),
-                 params.dv_strides.row, band.n_k - first_key, params.d_v, dv, 1.0f, thread);
+      store_rows(params.dv, params.dv_strides, done, band.n_k, params.d_v, dv, 1.0f, mine);
     } else {
       stage_rows<Half, V, S::kDv / 8>(base + S::kV, mine * 64, dv, 1.0f, thread);
-      leave(params.dv_map, base + S::kV, V::kCount, V::kPanelBytes);
+      send_rows<V>(params.dv_map, base + S::kV, done, band.n_k, mine);
     }
     // Behind it the next K and V may come.
     auto free_keys = [&] {
@@ -582,7 +460,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     };
     if ((state & kBegun) != 0) {
       float dq[2][S::kPartM / 8][2];
-      ptx::mbarrier_wait(base + S::kDSFull + 8 * (last % 2), last / 2 % 2);
+      wait(S::kDSFull, last);
       issue_share(dq, last);
       ptx::wgmma_wait_group<0>();
       ptx::fence_operands(dq);
@@ -596,9 +474,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (kFloatOut || S::kDkInDs) free_keys();
     }
     if constexpr (kFloatOut) {
-      write_rows(static_cast<float*>(params.dk) +
-                     params.dk_strides.at(done.batch, done.kv_head, first_key),
-                 params.dk_strides.row, band.n_k - first_key, params.d, dk, params.scale, thread);
+      store_rows(params.dk, params.dk_strides, done, band.n_k, params.d, dk, params.scale, mine);
     } else {
       u32 to = base + S::kK;
       if constexpr (S::kDkInDs) {
@@ -609,7 +485,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         ptx::bar_sync(kBoth, kConsumers);  // both have read K
       }
       stage_rows<Half, K, S::kD / 8>(to, mine * 64, dk, params.scale, thread);
-      leave(params.dk_map, to, K::kCount, K::kPanelBytes);
+      send_rows<K>(params.dk_map, to, done, band.n_k, mine);
       if constexpr (!S::kDkInDs) free_keys();
     }
   }

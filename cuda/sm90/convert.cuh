@@ -48,6 +48,7 @@ struct Conversion {
       }
       ptx::fence_acquire_gpu();
     }
+    __syncwarp();
     __syncthreads();
     ptx::fence_proxy_async_all();
   }

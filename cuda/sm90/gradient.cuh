@@ -152,6 +152,14 @@ __device__ __forceinline__ i32 turns_of(const Band& band, i32 block) {
   return high > low ? (high + kBlockN - 1) / kBlockN - low / kBlockN : 0;
 }
 
+// By one thread: rows of all panels by TMA.
+template <class T>
+__device__ __forceinline__ void load_panels(const ptx::TensorMap& map, u32 to, u32 full, i32 row,
+                                            i32 head, i32 batch) {
+  for (int i = 0; i < T::kCount; ++i)
+    ptx::tma_load_4d(to + i * T::kPanelBytes, map, full, i * kPanelCols, row, head, batch);
+}
+
 // -- Products -------------------------------------------------------------------------------------
 
 // acc = A B^T over kCols columns; a and b: descriptors of rows of panels.
@@ -320,6 +328,20 @@ __device__ __forceinline__ void stage_rows(u32 to, int row, const Accumulator<kG
   }
 }
 
+// By a warpgroup: its 64 rows of staged panels to global memory, by TMA; where they exist.
+template <class T, class P>
+__device__ __forceinline__ void send_rows(const ptx::TensorMap& map, u32 from, const P& piece,
+                                          i32 n_k, int warpgroup) {
+  ptx::fence_proxy_async();
+  ptx::bar_sync(kWarpgroup + warpgroup, 128);
+  if (ptx::thread_index() % 128 != 0) return;
+  const i32 key = piece.first_key + warpgroup * 64;
+  for (int i = 0; key < n_k && i < T::kCount; ++i)
+    ptx::tma_store_4d(from + i * T::kPanelBytes + warpgroup * 64 * kPanelPitch, map, i * kPanelCols,
+                      key, piece.kv_head, piece.batch);
+  ptx::cp_async_bulk_commit_group();
+}
+
 // The same in float32 to global memory.
 template <int kGroups>
 __device__ __forceinline__ void write_rows(float* to, i64 row_stride, i32 rows, int columns,
@@ -337,6 +359,16 @@ __device__ __forceinline__ void write_rows(float* to, i64 row_stride, i32 rows, 
             make_float2(__fmul_rn(x[h][j][0], factor), __fmul_rn(x[h][j][1], factor));
     }
   }
+}
+
+// By a warpgroup: its 64 rows of a piece.
+template <class P, int kGroups>
+__device__ __forceinline__ void store_rows(void* to, const Strides& strides, const P& piece,
+                                           i32 n_k, int columns, const Accumulator<kGroups>& x,
+                                           float factor, int warpgroup) {
+  const i32 key = piece.first_key + warpgroup * 64;
+  write_rows(static_cast<float*>(to) + strides.at(piece.batch, piece.kv_head, key), strides.row,
+             n_k - key, columns, x, factor, ptx::thread_index() % 128);
 }
 
 }  // namespace cuflash::sm90

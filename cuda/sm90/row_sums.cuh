@@ -32,6 +32,16 @@ __device__ __forceinline__ void issue_row_sums(Accumulator<1>& rows, u32 a, u32 
   }
 }
 
+template <bool kBf16, class A, int kCols>
+__device__ __forceinline__ void make_row_sums(Accumulator<1>& rows, u32 a, u32 ones) {
+  ptx::fence_operands(rows);
+  ptx::wgmma_fence();
+  issue_row_sums<kBf16, A, kCols>(rows, a, ones);
+  ptx::wgmma_commit_group();
+  ptx::wgmma_wait_group<0>();
+  ptx::fence_operands(rows);
+}
+
 // Of a product's rows, of which kRows exist: 64, or 64 of each consumer warpgroup. All its columns
 // are alike.
 template <bool kBoth, int kRows>
