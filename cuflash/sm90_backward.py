@@ -173,8 +173,8 @@ def _prepared(p: Problem, plan: Plan, shape: Shape | None, processors: int) -> _
     conversions = -(-blocks // (CONVERT_PARTS // parts))
     ctas = pieces + conversions
     if not is_wide(p.d, p.d_v):
-        # One on each multiprocessor, whose registers it fills, goes from tile to tile; others find
-        # none left when they start, and convert.
+        # A CTA fills the registers of a multiprocessor and goes from tile to tile until none is
+        # left: at most `processors` ever get one, and those that start later convert.
         ctas = min(pieces, processors) + min(conversions, processors)
     fields = gradient_fields(p, plan) | {
         "masked": is_masked(p),

@@ -38,7 +38,7 @@ struct BackwardParams {
   i32 descending;  // order in which the key tiles are added to dQ
   i32 masked;      // whether a mask hides keys that exist
   i32 interleave;  // heads whose tickets alternate
-  i32 pieces;      // tiles of keys of all heads; tickets behind them convert dQ
+  i32 pieces;      // tiles of keys of all heads: who gets no ticket for one converts dQ
   float c;         // a score times c is in log2 units
   float cap;       // softcap: a score times cap is the argument of tanh
   float scale;     // of dQ and dK

@@ -5,12 +5,13 @@
 // group of eight queries, thread of a warpgroup, four floats (columns c and c + 8 of two queries).
 //
 // Order. Each block of rows has a count of the tiles that have been added; a tile waits until it
-// equals its turn, adds, waits until the addition has been made, and raises the count. A CTA waits
-// only for tiles of lower tickets, which run already or have ended, and nothing that a tile does
-// for one step waits for a later one of its own: a share's place in shared memory is given back as
-// soon as it was read, and additions are made by two warps that do nothing else. So the running CTA
-// with the lowest ticket waits for nobody, ends, and then the next, whatever else is resident.
-// Tickets behind those of the tiles convert the sums (sm90/convert.cuh).
+// equals its turn, adds, waits until the addition has been made, and raises the count. A tile waits
+// only for tiles of lower tickets, which have ended, run, or come next in a CTA whose tile before
+// has a lower ticket still. Nothing that a tile does for one step waits for a later one of its own:
+// a share's place in shared memory is given back as soon as it was read, and additions are made by
+// two warps that do nothing else. So of the tiles that have not ended the one with the lowest
+// ticket runs, waits for nobody, ends, and then the next, whatever else is resident. CTAs that get
+// no tile convert the sums (sm90/convert.cuh), when every tile is some resident CTA's.
 //
 // Small numbers. The Plan's additions keep subnormals, and so do bulk additions (measured: the PTX
 // text does not say). Additions from registers, above 128 columns, flush them. The two agree while
