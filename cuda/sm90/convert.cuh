@@ -192,14 +192,16 @@ struct Conversion {
   }
 };
 
-// By a whole CTA: conversions that nobody has taken, one after the other. at: a word in shared
-// memory outside of `tile`.
+// By a whole CTA: conversions that nobody has taken, one after the other. at: kTickets words in
+// shared memory outside of `tile`, which their numbers go through in turn.
+constexpr u32 kTickets = 16;
+
 template <class S, bool kFloatOut, bool kCenter>
 __device__ __forceinline__ void convert(const BackwardParams& params, u32 at, float* tile) {
-  while (true) {
-    if (threadIdx.x == 0) ptx::st_shared(at, atomicAdd(params.tickets + 1, 1));
+  for (u32 turn = 0;; turn = (turn + 1) % kTickets) {
+    if (threadIdx.x == 0) ptx::st_shared(at + 4 * turn, atomicAdd(params.tickets + 1, 1));
     __syncthreads();
-    const Conversion<S, kFloatOut, kCenter> conversion(params, ptx::ld_shared(at));
+    const Conversion<S, kFloatOut, kCenter> conversion(params, ptx::ld_shared(at + 4 * turn));
     if (conversion.count() <= 0) return;
     conversion.run(tile);
     __syncthreads();
