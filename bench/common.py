@@ -85,13 +85,20 @@ def standard_inputs(
         yield (kind, *sample(kind, n=n, d=d, dtype=dtype))
 
 
+def nvidia_smi(fields: str, form: str = "csv,noheader") -> list[str]:
+    """What nvidia-smi says of CuPy's current device, which need not be the first that it lists."""
+    import cupy
+
+    device = f"--id={cupy.cuda.Device().pci_bus_id}"
+    command = ["nvidia-smi", device, f"--query-gpu={fields}", f"--format={form}"]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return said.strip().split(", ")
+
+
 def gpu() -> dict[str, Any]:
     """Card, driver and clocks as nvidia-smi gives them."""
     fields = "name,driver_version,clocks.sm,clocks.max.sm,power.draw,power.limit"
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
-    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    values = said.splitlines()[0].split(", ")
-    return dict(zip(fields.split(","), values, strict=True))
+    return dict(zip(fields.split(","), nvidia_smi(fields), strict=True))
 
 
 def write(name: str, figures: Any, extra: dict[str, Any] | None = None) -> Path:

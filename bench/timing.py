@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ import cupy
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name PyTorch's users know
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bench.common import nvidia_smi
 
 TOKENS, COLUMNS = 16384, 2048
 #: A round lasts about so long, after as long a warm-up: the card's power control takes some ten
@@ -192,10 +193,8 @@ def under_load(run: Callable[[], Any], flop: float) -> dict[str, float]:
         for _ in range(max(2, int(0.5 * 500e12 / flop))):
             run()
         time.sleep(0.25)
-        query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
-        said = subprocess.run(query, check=True, capture_output=True, text=True).stdout
+        clock, power = nvidia_smi("clocks.sm,power.draw", "csv,noheader,nounits")
         stream.synchronize()
-    clock, power = said.splitlines()[0].split(", ")
     return {"clock_mhz": float(clock), "power_w": float(power)}
 
 

@@ -41,7 +41,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   if constexpr (kCenter) write_ones<Half>(base + S::kOnes, threadIdx.x);
   __syncthreads();
   if (!is_tile(0)) {
-    convert<S, kFloatOut, kCenter>(params, base + S::kMark, reinterpret_cast<float*>(shared));
+    convert<S, kFloatOut, kCenter>(params, base + S::kInK, base + S::kNextFull,
+                                   reinterpret_cast<float*>(shared));
     return;
   }
   i32 step = 0;   // of all tiles of this CTA: stages and parities of barriers go on

@@ -192,16 +192,18 @@ struct Conversion {
   }
 };
 
-// By a whole CTA: conversions that nobody has taken, one after the other. at: kTickets words in
-// shared memory outside of `tile`, which their numbers go through in turn.
-constexpr u32 kTickets = 16;
-
+// By a whole CTA: conversions that nobody has taken, one after the other. at: two words in shared
+// memory outside of `tile`; full: a barrier for one arrival, not used before.
 template <class S, bool kFloatOut, bool kCenter>
-__device__ __forceinline__ void convert(const BackwardParams& params, u32 at, float* tile) {
-  for (u32 turn = 0;; turn = (turn + 1) % kTickets) {
-    if (threadIdx.x == 0) ptx::st_shared(at + 4 * turn, atomicAdd(params.tickets + 1, 1));
-    __syncthreads();
-    const Conversion<S, kFloatOut, kCenter> conversion(params, ptx::ld_shared(at + 4 * turn));
+__device__ __forceinline__ void convert(const BackwardParams& params, u32 at, u32 full,
+                                        float* tile) {
+  for (u32 turn = 0;; turn ^= 1) {
+    if (threadIdx.x == 0) {
+      ptx::st_shared(at + 4 * turn, atomicAdd(params.tickets + 1, 1));
+      ptx::mbarrier_arrive(full);
+    }
+    ptx::mbarrier_wait(full, turn);
+    const Conversion<S, kFloatOut, kCenter> conversion(params, ptx::ld_shared_alike(at + 4 * turn));
     if (conversion.count() <= 0) return;
     conversion.run(tile);
     __syncthreads();
