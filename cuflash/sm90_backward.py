@@ -54,9 +54,9 @@ PARAMS = np.dtype(
         ("end", np.void, -FIELDS.itemsize % 64),
     ]
 )
-#: Of the gradient kernels: two warpgroups of consumers, and one that loads and stores.
+#: Of the gradient kernels: two warpgroups of consumers, and one that loads and adds.
 GRADIENT_THREADS = 384
-#: Parts of the sums that a CTA converts: kConvertParts.
+#: Parts of the sums of one conversion: kConvertParts.
 CONVERT_PARTS = 24
 #: Bytes of Q, dO and the sums of dQ that tiles of keys come back to: of the L2 cache, which has 50
 #: MB, what stays there beside the rest.

@@ -3,8 +3,9 @@
 // their dK and dV in registers, and walks all rows that see them, of all query heads of the group,
 // in ascending order. One warp loads, two add the shares of dQ and, where it is centred, the sums
 // of the rows of dS, one looks ahead for what is rare. A CTA goes on to the next tile that nobody
-// has taken, whose first loads it asks for while it ends the one before; CTAs that find none
-// convert dQ. See sm90/sums.cuh for the order of dQ and why every wait for other CTAs ends.
+// has taken, whose first loads it asks for while it ends the one before; a CTA that finds none
+// when it starts converts dQ. See sm90/sums.cuh for the order of dQ and why every wait for other
+// CTAs ends.
 #include "sm90/backward_shape.cuh"
 #include "sm90/convert.cuh"
 

@@ -7,7 +7,7 @@
 
 namespace cuflash::sm90 {
 
-// Parts of the sums that a CTA converts.
+// Parts of the sums of one conversion.
 constexpr int kConvertParts = 24;
 
 // By a whole CTA, whose warpgroups take parts in turn. S has kParts parts to a block of rows, each
@@ -68,7 +68,7 @@ struct Conversion {
 
   // tile: 3 (kTile + kBeside) floats in shared memory.
   __device__ __forceinline__ void run(float* tile) const {
-    static_assert(3 * (kTile + kBeside) * 4 <= S::kBytes, "tiles fit");
+    static_assert(3 * (kTile + kBeside) * 4 <= S::kBarriers, "tiles fit");
     const i32 end = count() * S::kParts;
     tile += mine * (kTile + kBeside);
     const Place place = Place::of(thread);

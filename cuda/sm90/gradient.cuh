@@ -15,7 +15,7 @@
 namespace cuflash::sm90 {
 
 constexpr u32 kWholeWarp = 0xffffffffu;
-constexpr int kConsumers = 256, kThreads = 384;  // two warpgroups, and one that loads and stores
+constexpr int kConsumers = 256, kThreads = 384;  // two warpgroups, and one that loads and adds
 // Named barriers; 0 is __syncthreads.
 constexpr u32 kTurn = 1, kWarpgroup = 3, kBoth = 5;  // the first two + warpgroup
 
@@ -26,7 +26,7 @@ struct BackwardParams {
   const float *lse2, *delta;  // (batch, heads, pitch): LSE log2(e), and rowsum(dO O) - dLSE
   float* sums;                // dQ so far, see sm90/sums.cuh
   i32* turns;           // (batch * heads, blocks): key tiles that have been added; zeros at first
-  i32* tickets;         // tickets for tiles of keys, and for conversions; 0 at first
+  i32* tickets;         // for tiles of keys, and, up to 128 columns, for conversions; 0 at first
   float* row_sums;      // (batch * heads, blocks, kBlockM): of dS so far; where dQ is centred
   const float* dlse;    // (batch * heads, n_q), or null
   const u32* centered;  // (batch * key heads, pitch / 32): a bit for each row; null without center
@@ -38,7 +38,7 @@ struct BackwardParams {
   i32 descending;  // order in which the key tiles are added to dQ
   i32 masked;      // whether a mask hides keys that exist
   i32 interleave;  // heads whose tickets alternate
-  i32 pieces;      // tiles of keys of all heads: who gets no ticket for one converts dQ
+  i32 pieces;      // tiles of keys of all heads: whose first ticket is for none converts dQ
   float c;         // a score times c is in log2 units
   float cap;       // softcap: a score times cap is the argument of tanh
   float scale;     // of dQ and dK

@@ -9,9 +9,10 @@
 // only for tiles of lower tickets, which have ended, run, or come next in a CTA whose tile before
 // has a lower ticket still. Nothing that a tile does for one step waits for a later one of its own:
 // a share's place in shared memory is given back as soon as it was read, and additions are made by
-// two warps that do nothing else. So of the tiles that have not ended the one with the lowest
-// ticket runs, waits for nobody, ends, and then the next, whatever else is resident. CTAs that get
-// no tile convert the sums (sm90/convert.cuh), when every tile is some resident CTA's.
+// two warps that do nothing else, or, above 128 columns, by consumers before they go on. So of the
+// tiles that have not ended the one with the lowest ticket runs, waits for nobody, ends, and then
+// the next, whatever else is resident. CTAs that get no tile convert the sums (sm90/convert.cuh),
+// when every tile is some resident CTA's.
 //
 // Small numbers. The Plan's additions keep subnormals, and so do bulk additions (measured: the PTX
 // text does not say). Additions from registers, above 128 columns, flush them. The two agree while
