@@ -114,7 +114,8 @@ def shared_bytes(plan: Plan, d: int, d_v: int, shape: Shape) -> int:
         )
     tiles = 128 * (keys + 2 * shape.rows) * (k + v) + 4 * shape.rows * keys
     sums = 2 * parts_of(d) * part_rows(d, shape) * 64 * 4
-    return tiles + sums + 20 * shape.rows + 128 + 8 * 23 + 2 * 40 + 8 + 96
+    # LSE, delta and sums of rows; ones; barriers, tiles of two rounds, what K holds, marks.
+    return tiles + sums + 20 * shape.rows + 128 + 8 * 23 + 2 * 40 + 8 + 8 * 12
 
 
 def backward_instantiation(

@@ -5,18 +5,28 @@ machine, that its kernels compile as they must.
 from __future__ import annotations
 
 import functools
+import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from cuflash import planner, sm80_backward, sm90_backward
-from cuflash.compiler import compile_kernel, multiprocessors
+from cuflash.compiler import compile_kernel, multiprocessors, source_dir
 from cuflash.problem import GpuProblem
 from cuflash.sm80_forward import FIXED
-from cuflash.sm90_backward import INSTANCES, Shape, interleaved_heads, shape_of, shared_bytes
+from cuflash.sm90_backward import (
+    INSTANCES,
+    Shape,
+    backward_instantiation,
+    interleaved_heads,
+    shape_of,
+    shared_bytes,
+)
 from cuflash.sm90_forward import SHARED_BYTES, TARGET
 from emulation.backward import flash_vjp
 from emulation.plan import BackwardPlan, Numerics, Plan
@@ -70,6 +80,26 @@ def test_shared_memory_fits(softcap: bool) -> None:
         for d_v in widths:
             plan = plan_of("bfloat16", max(d, d_v))
             assert shared_bytes(plan, d, d_v, shape_of(d, d_v, softcap)) <= SHARED_BYTES
+
+
+def test_shared_memory_is_counted_as_the_kernels_do(tmp_path: Path) -> None:
+    shapes = {
+        (d, d_v, shape_of(d, d_v, softcap)) for d, d_v in INSTANCES for softcap in (False, True)
+    }
+    claims = []
+    for d, d_v, shape in shapes | {(d, d, shape) for d, shape in SHAPES}:
+        plan = plan_of("bfloat16", max(d, d_v))
+        name = backward_instantiation(plan, d, d_v, False, shape).name_expression
+        found = re.search(r"<(.*?>)", name)
+        assert found, name
+        size = shared_bytes(plan, d, d_v, shape)
+        claims.append(f'static_assert({found[1]}::kBytes == {size}, "{d} {d_v} {shape.rows}");')
+    shutil.copytree(source_dir(), tmp_path / "cuda")
+    includes = '#include "sm90/backward.cu"\n#include "sm90/backward_wide.cu"\n'
+    kernel = 'extern "C" __global__ void sizes() {}\n'
+    text = includes + "\n".join(claims) + "\n" + kernel
+    (tmp_path / "cuda" / "sizes.cu").write_text(text, encoding="utf-8")
+    compile_kernel("sizes.cu", "sizes", TARGET, root=tmp_path / "cuda")
 
 
 @pytest.mark.parametrize(

@@ -60,13 +60,6 @@ __device__ __forceinline__ i32 ld_shared(u32 address) {
   return x;
 }
 
-// By a whole warp, for all its lanes. The compiler then knows that they have the same, and that
-// what follows from it is alike: what a descriptor is made of then costs no way from vector
-// registers.
-__device__ __forceinline__ i32 ld_shared_alike(u32 address) {
-  return __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? ld_shared(address) : 0, 0);
-}
-
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (lane == 0) ptx::mbarrier_arrive(base + S::kNextEmpty);
   };
   auto mark_at = [&](i32 step) { return base + S::kMark + 12 * (step % S::kMarks); };
-  auto mark_of = [&](i32 step) -> u32 { return ptx::ld_shared_alike(mark_at(step)); };
+  auto mark_of = [&](i32 step) -> u32 { return load_alike(mark_at(step)); };
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<S::kLoaderRegs>();
@@ -122,10 +122,9 @@ __global__ void __launch_bounds__(kThreads, 1)
             rows.take(base + S::kRows);
             ptx::mbarrier_arrive(base + S::kRowsEmpty);
           }
-          add_share<S::kShareBytes, kBlockM>(params, ptx::ld_shared_alike(mark_at(step) + 4),
-                                             ptx::ld_shared_alike(mark_at(step) + 8),
-                                             base + S::kShare + mine * S::kShareBytes,
-                                             base + S::kShareEmpty + 8 * mine, rows);
+          add_share<S::kShareBytes, kBlockM>(
+              params, load_alike(mark_at(step) + 4), load_alike(mark_at(step) + 8),
+              base + S::kShare + mine * S::kShareBytes, base + S::kShareEmpty + 8 * mine, rows);
         }
       }
     } else if (warp == 3) {
@@ -275,7 +274,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       state |= kLooked;
       if (!params.masked) return;
       ptx::mbarrier_wait(base + S::kLookedAt, round_of(state));
-      state |= ptx::ld_shared_alike(base + S::kInK);
+      state |= load_alike(base + S::kInK);
       if ((state & kInKeys) == 0) return;
       specials.clear_keys();
       if (step <= last) scores_of(step);
@@ -422,7 +421,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         tell(step - 1);
       }
       state =
-          (state & 0xf0) | kBegun | (state >> kHere & (kCentered | 1)) | state >> kNext << kHere;
+          (state & kOfTile) | kBegun | (state >> kHere & (kCentered | 1)) | state >> kNext << kHere;
       ++step;
     };
     // K is looked at behind the first step.

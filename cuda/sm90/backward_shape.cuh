@@ -63,6 +63,7 @@ constexpr u32 kCut = 8, kInRows = 4, kCentered = 2;
 // in K, a step of this tile is done, K was looked at; the parity of tiles; the marks of this step
 // and of the next one.
 constexpr u32 kInKeys = 16, kBegun = 32, kLooked = 64, kRound = 128;
+constexpr u32 kOfTile = kInKeys | kBegun | kLooked | kRound;  // what lasts from step to step
 constexpr int kHere = 8, kNext = 12;
 
 // A step of a consumer: without a mask, under a mask, with all that may be.

@@ -48,7 +48,6 @@ struct Conversion {
       }
       ptx::fence_acquire_gpu();
     }
-    __syncwarp();
     __syncthreads();
     ptx::fence_proxy_async_all();
   }
@@ -203,7 +202,7 @@ __device__ __forceinline__ void convert(const BackwardParams& params, u32 at, u3
       ptx::mbarrier_arrive(full);
     }
     ptx::mbarrier_wait(full, turn);
-    const Conversion<S, kFloatOut, kCenter> conversion(params, ptx::ld_shared_alike(at + 4 * turn));
+    const Conversion<S, kFloatOut, kCenter> conversion(params, load_alike(at + 4 * turn));
     if (conversion.count() <= 0) return;
     conversion.run(tile);
     __syncthreads();

@@ -55,6 +55,13 @@ __device__ __forceinline__ void clear(Accumulator<kGroups>& x) {
   for (int i = 0; i < 4 * kGroups; ++i) (&x[0][0][0])[i] = 0.0f;
 }
 
+// A word of shared memory, by a whole warp for all its lanes. The compiler then knows that they
+// have the same, and that what follows from it is alike: what a descriptor is made of then costs no
+// way from vector registers.
+__device__ __forceinline__ i32 load_alike(u32 from) {
+  return __shfl_sync(kWholeWarp, threadIdx.x % 32 == 0 ? ptx::ld_shared(from) : 0, 0);
+}
+
 // A tile of keys and the blocks of rows that see it, of all query heads of the group. In this order
 // in shared memory, too.
 template <int kBlockM, int kBlockN>
@@ -104,11 +111,11 @@ struct Piece {
   }
   __device__ __forceinline__ explicit Piece(u32 from) {
 #pragma unroll
-    for (u32 i = 0; i < kBytes / 4; ++i) (&ticket)[i] = ptx::ld_shared_alike(from + 4 * i);
+    for (u32 i = 0; i < kBytes / 4; ++i) (&ticket)[i] = load_alike(from + 4 * i);
   }
   __device__ __forceinline__ static i32 field(u32 from, i32 Piece::* which) {
     Piece any;
-    return ptx::ld_shared_alike(from + 4 * static_cast<u32>(&(any.*which) - &any.ticket));
+    return load_alike(from + 4 * static_cast<u32>(&(any.*which) - &any.ticket));
   }
   Piece() = default;
 
@@ -328,20 +335,6 @@ __device__ __forceinline__ void stage_rows(u32 to, int row, const Accumulator<kG
   }
 }
 
-// By a warpgroup: its 64 rows of staged panels to global memory, by TMA; where they exist.
-template <class T, class P>
-__device__ __forceinline__ void send_rows(const ptx::TensorMap& map, u32 from, const P& piece,
-                                          i32 n_k, int warpgroup) {
-  ptx::fence_proxy_async();
-  ptx::bar_sync(kWarpgroup + warpgroup, 128);
-  if (ptx::thread_index() % 128 != 0) return;
-  const i32 key = piece.first_key + warpgroup * 64;
-  for (int i = 0; key < n_k && i < T::kCount; ++i)
-    ptx::tma_store_4d(from + i * T::kPanelBytes + warpgroup * 64 * kPanelPitch, map, i * kPanelCols,
-                      key, piece.kv_head, piece.batch);
-  ptx::cp_async_bulk_commit_group();
-}
-
 // The same in float32 to global memory.
 template <int kGroups>
 __device__ __forceinline__ void write_rows(float* to, i64 row_stride, i32 rows, int columns,
@@ -361,7 +354,21 @@ __device__ __forceinline__ void write_rows(float* to, i64 row_stride, i32 rows, 
   }
 }
 
-// By a warpgroup: its 64 rows of a piece.
+// By a warpgroup: its 64 rows of staged panels to global memory, by TMA; where they exist.
+template <class T, class P>
+__device__ __forceinline__ void send_rows(const ptx::TensorMap& map, u32 from, const P& piece,
+                                          i32 n_k, int warpgroup) {
+  ptx::fence_proxy_async();
+  ptx::bar_sync(kWarpgroup + warpgroup, 128);
+  if (ptx::thread_index() % 128 != 0) return;
+  const i32 key = piece.first_key + warpgroup * 64;
+  for (int i = 0; key < n_k && i < T::kCount; ++i)
+    ptx::tma_store_4d(from + i * T::kPanelBytes + warpgroup * 64 * kPanelPitch, map, i * kPanelCols,
+                      key, piece.kv_head, piece.batch);
+  ptx::cp_async_bulk_commit_group();
+}
+
+// The same in float32, from registers.
 template <class P, int kGroups>
 __device__ __forceinline__ void store_rows(void* to, const Strides& strides, const P& piece,
                                            i32 n_k, int columns, const Accumulator<kGroups>& x,

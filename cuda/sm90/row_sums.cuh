@@ -22,21 +22,16 @@ __device__ __forceinline__ void write_ones(u32 to, int thread) {
 
 // rows = A times ones: 64 rows of panels, kCols columns; ones: their address.
 template <bool kBf16, class A, int kCols>
-__device__ __forceinline__ void issue_row_sums(Accumulator<1>& rows, u32 a, u32 ones) {
+__device__ __forceinline__ void make_row_sums(Accumulator<1>& rows, u32 a, u32 ones) {
   constexpr u64 kGroup = kOnesBytes / 16;  // no second group of eight columns is there
   const u64 b = kGroup << 32 | descriptor(ones, 0);
+  ptx::fence_operands(rows);
+  ptx::wgmma_fence();
 #pragma unroll
   for (int kk = 0; kk < kCols / 16; ++kk) {
     const u32 step = (kk / 4 * A::kPanelBytes + kk % 4 * 32) / 16;
     ptx::Wgmma<8>::template ss<kBf16, 0>(rows, whole(a + step), b, kk > 0);
   }
-}
-
-template <bool kBf16, class A, int kCols>
-__device__ __forceinline__ void make_row_sums(Accumulator<1>& rows, u32 a, u32 ones) {
-  ptx::fence_operands(rows);
-  ptx::wgmma_fence();
-  issue_row_sums<kBf16, A, kCols>(rows, a, ones);
   ptx::wgmma_commit_group();
   ptx::wgmma_wait_group<0>();
   ptx::fence_operands(rows);
