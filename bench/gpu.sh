@@ -2,7 +2,7 @@
 # The standing GPU run: tests that need a GPU, the recorded bits, the count of bits, memory, host
 # time, the sanitizer, speed. Results go to bench/results/.
 #
-#     bash bench/gpu.sh [tests|golden|bits|memory|host|gradients|sanitizer|speed|soak|claims|explain ...]
+#     bash bench/gpu.sh [tests|golden|bits|identical|memory|host|gradients|sanitizer|speed|soak|claims|explain ...]
 #
 # Without an argument all but soak, claims and explain. CUFLASH_CAPTURES names a folder of captures
 # for the count of bits, the gradients, the claims and explain.
@@ -10,7 +10,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p bench/results
-parts="${*:-tests golden bits memory host gradients sanitizer speed}"
+parts="${*:-tests golden bits identical memory host gradients sanitizer speed}"
 status=0
 
 tests() {
@@ -39,6 +39,11 @@ bits() {
   local data=(${CUFLASH_CAPTURES:+--data "$CUFLASH_CAPTURES"})
   python3 -W ignore -m bench.bits "${data[@]}" &&
     CUFLASH_KERNELS=sm80 python3 -W ignore -m bench.bits "${data[@]}" --rounds 8
+}
+
+identical() {
+  # A thousand backward runs of one problem, N up to 64k.
+  python3 -W ignore -m bench.identical
 }
 
 memory() {
