@@ -48,12 +48,12 @@ def main() -> int:
             for h in (heads, kv_heads, kv_heads, heads)
         )
         _, vjp = cuflash.attention_vjp(q, k, v, **options)
-        first = vjp(dout)
+        first = list(vjp(dout))
         start, count = time.monotonic(), cupy.zeros((), np.int64)
         for _ in range(runs):
             poison = [cupy.full_like(x, cupy.nan) for x in first]
             del poison  # its memory is the next outputs'
-            count += wrong(vjp(dout), first)
+            count += wrong(list(vjp(dout)), first)
         row = {
             "n": n, "d": d, "heads": heads, "kv_heads": kv_heads, "dtype": str(q.dtype),
             "options": options, "runs": runs, "words": sum(x.size for x in first) * runs,
