@@ -76,6 +76,15 @@ def measure(cell: Cell, rounds: int, flash: Callable[..., Any] | None) -> dict[s
         masks = {"causal": cell.causal, "window": cell.window}
         return cuflash.attention(*ours, **masks, numerics=numerics, out=out)  # type: ignore[arg-type]
 
+    def runs(name: str, peer: Callable[[], Any]) -> bool:
+        """Whether a peer takes this problem: FlashAttention-3's wheel has no fp16."""
+        try:
+            peer()
+        except RuntimeError as error:
+            print(f"{cell.name}: not by {name}: {str(error).splitlines()[0][-100:]}")
+            return False
+        return True
+
     timers: dict[str, Timer] = {}
     for name, numerics in NUMERICS.items():
         timers[name] = captured_cupy(lambda numerics=numerics: call(numerics), cell.flop)  # type: ignore[misc]
@@ -83,13 +92,17 @@ def measure(cell: Cell, rounds: int, flash: Callable[..., Any] | None) -> dict[s
         peers = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
         for name, backend in peers.items():
             peer = attention_of_torch(q, k, v, cell.causal, backend)
-            timers[name] = captured_torch(peer, cell.flop)
+            if runs(name, peer):
+                timers[name] = captured_torch(peer, cell.flop)
     if flash is not None:
         turned = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
         window = cell.window or (-1, -1)
-        timers["fa3"] = called_torch(
-            lambda: flash(*turned, causal=cell.causal, window_size=window), cell.flop
-        )
+
+        def fa3_forward() -> Any:
+            return flash(*turned, causal=cell.causal, window_size=window)
+
+        if runs("fa3", fa3_forward):
+            timers["fa3"] = called_torch(fa3_forward, cell.flop)
     found = interleaved(timers, cell.flop, rounds)
     return found | under_load(call, cell.flop) | {"host_us": host_microseconds(call)}
 

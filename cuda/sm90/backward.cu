@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       // What of a tile one step needs is not kept for the next: 24 registers are few.
       Walk walk = {};
       auto load_step = [&] {
-        const Tile piece = Tile::by_one(tile_at(round));
+        const Tile piece = Tile(tile_at(round));
         const u32 base = ptx::opaque(ptx::shared_address(shared));
         const u32 stage = step % 2, parity = step / 2 % 2 ^ 1;
         const i32 row = walk.block * kBlockM;
@@ -90,10 +90,10 @@ __global__ void __launch_bounds__(kThreads, 1)
         ++step;
       };
       while (ptx::ld_shared(tile_at(round)) < params.pieces) {
-        walk = Walk::at(Tile::by_one(tile_at(round)), params.group, 0);
-        const i32 end = step + Tile::by_one(tile_at(round)).steps;
+        walk = Walk::at(Tile(tile_at(round)), params.group, 0);
+        const i32 end = step + Tile(tile_at(round)).steps;
         if (step < end) load_step();
-        const Tile piece = Tile::by_one(tile_at(round));
+        const Tile piece = Tile(tile_at(round));
         const u32 full = base + S::kKeysFull;
         ptx::mbarrier_wait(base + S::kKeysEmpty, round ^ 1);
         ptx::mbarrier_arrive_expect_tx(full, K::kBytes + V::kBytes);

@@ -97,21 +97,17 @@ struct Piece {
     if (first_key + kBlockN > band.n_k) plain_end = plain_begin;
   }
 
-  // To shared memory and from it: by one thread, by whole warps, and one of its numbers.
+  // To shared memory and from it, of which only what is used is loaded; and one of its numbers, by
+  // a whole warp.
   __device__ __forceinline__ void store(u32 to) const {
     static_assert(sizeof(Piece) == kBytes, "all of it");
 #pragma unroll
     for (u32 i = 0; i < kBytes / 4; ++i) ptx::st_shared(to + 4 * i, (&ticket)[i]);
   }
-  __device__ __forceinline__ static Piece by_one(u32 from) {
-    Piece piece;
-#pragma unroll
-    for (u32 i = 0; i < kBytes / 4; ++i) (&piece.ticket)[i] = ptx::ld_shared(from + 4 * i);
-    return piece;
-  }
   __device__ __forceinline__ explicit Piece(u32 from) {
 #pragma unroll
-    for (u32 i = 0; i < kBytes / 4; ++i) (&ticket)[i] = load_alike(from + 4 * i);
+    for (u32 i = 0; i < kBytes / 4; ++i)
+      (&ticket)[i] = *reinterpret_cast<const i32*>(__cvta_shared_to_generic(from + 4 * i));
   }
   __device__ __forceinline__ static i32 field(u32 from, i32 Piece::* which) {
     Piece any;
