@@ -1,11 +1,11 @@
 """Ten minutes of forward and backward with changing shapes on two streams: the same bits, always.
 
-    python -m bench.soak [--minutes 10] [--seed 0] [--add]
+    python -m bench.soak [--minutes 10] [--seed 0] [--d D ...] [--add]
 
 Every problem's first outputs are its reference; the small ones are compared with the emulator, too.
 Then random problems run on two streams at once, their outputs in memory that held NaN, and are
-compared on the device, word by word. Exits with 1 if a word differs. --add: to what the result file
-counts already, of an earlier part of the same soak.
+compared on the device, word by word. Exits with 1 if a word differs. --d: only problems with these
+head dimensions. --add: to what the result file counts already, of an earlier part of the same soak.
 """
 
 from __future__ import annotations
@@ -114,11 +114,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--d", type=int, nargs="+")
     parser.add_argument("--add", action="store_true")
     chosen = parser.parse_args()
     # Read now: a file that is not there should not cost a soak.
     before = json.loads((RESULTS / "soak.json").read_text())["figures"] if chosen.add else {}
-    found = list(problems())
+    found = [x for x in problems() if chosen.d is None or x.inputs[0].shape[-1] in chosen.d]
+    if not found:
+        parser.error(f"--d: {chosen.d}: must be among {sorted({d for _, _, d, *_ in SHAPES})}")
     emulated = 0
     for problem in found:
         problem.reference = outputs(problem)

@@ -110,7 +110,7 @@ def shared_bytes(plan: Plan, d: int, d_v: int, shape: Shape) -> int:
     keys, k, v = plan.backward.tile_n, panels(width_of(d)), panels(width_of(d_v))
     if is_wide(d, d_v):
         return (
-            128 * (keys + 2 * shape.rows) * (k + v) + 6 * shape.rows * keys + 16 * shape.rows + 200
+            128 * (keys + 2 * shape.rows) * (k + v) + 6 * shape.rows * keys + 16 * shape.rows + 304
         )
     tiles = 128 * (keys + 2 * shape.rows) * (k + v) + 4 * shape.rows * keys
     sums = 2 * parts_of(d) * part_rows(d, shape) * 64 * 4
@@ -172,11 +172,9 @@ def _prepared(p: Problem, plan: Plan, shape: Shape | None, processors: int) -> _
     parts, tiles = parts_of(p.d), -(-p.n_k // keys)
     pieces, blocks = tiles * (p.heads // p.group), p.heads * -(-p.n_q // s.rows)
     conversions = -(-blocks // (CONVERT_PARTS // parts))
-    ctas = pieces + conversions
-    if not is_wide(p.d, p.d_v):
-        # A CTA fills the registers of a multiprocessor and goes from tile to tile until none is
-        # left: at most `processors` ever get one, and those that start later convert.
-        ctas = min(pieces, processors) + min(conversions, processors)
+    # A CTA fills the registers of a multiprocessor and goes from tile to tile until none is left:
+    # at most `processors` ever get one, and those that start later convert.
+    ctas = min(pieces, processors) + min(conversions, processors)
     fields = gradient_fields(p, plan) | {
         "masked": is_masked(p),
         "interleave": interleaved_heads(p, tiles, processors),

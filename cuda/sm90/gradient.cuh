@@ -26,7 +26,7 @@ struct BackwardParams {
   const float *lse2, *delta;  // (batch, heads, pitch): LSE log2(e), and rowsum(dO O) - dLSE
   float* sums;                // dQ so far, see sm90/sums.cuh
   i32* turns;           // (batch * heads, blocks): key tiles that have been added; zeros at first
-  i32* tickets;         // for tiles of keys, and, up to 128 columns, for conversions; 0 at first
+  i32* tickets;         // for tiles of keys, and for conversions; 0 at first
   float* row_sums;      // (batch * heads, blocks, kBlockM): of dS so far; where dQ is centred
   const float* dlse;    // (batch * heads, n_q), or null
   const u32* centered;  // (batch * key heads, pitch / 32): a bit for each row; null without center
