@@ -101,6 +101,16 @@ def gpu() -> dict[str, Any]:
     return dict(zip(fields.split(","), nvidia_smi(fields), strict=True))
 
 
+def added(before: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
+    """Counts of two parts of one measurement as one; what a part lacks counts 0 there."""
+    found = {}
+    for name, either in (before | figures).items():
+        empty: Any = {} if isinstance(either, dict) else 0
+        x, y = before.get(name, empty), figures.get(name, empty)
+        found[name] = added(x, y) if isinstance(either, dict) else x + y
+    return found
+
+
 def write(name: str, figures: Any, extra: dict[str, Any] | None = None) -> Path:
     """bench/results/NAME.json: the figures and the machine that made them."""
     RESULTS.mkdir(exist_ok=True)

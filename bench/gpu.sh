@@ -42,7 +42,7 @@ bits() {
 }
 
 identical() {
-  # A thousand backward runs of one problem, N up to 64k.
+  # A thousand backward runs of each of eight problems, N up to 64k.
   python3 -W ignore -m bench.identical
 }
 

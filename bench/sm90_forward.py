@@ -77,12 +77,15 @@ def measure(cell: Cell, rounds: int, flash: Callable[..., Any] | None) -> dict[s
         return cuflash.attention(*ours, **masks, numerics=numerics, out=out)  # type: ignore[arg-type]
 
     def runs(name: str, peer: Callable[[], Any]) -> bool:
-        """Whether a peer takes this problem: FlashAttention-3's wheel has no fp16."""
+        """Whether a peer takes this problem: FlashAttention-3's wheel has no fp16, no window."""
         try:
             peer()
+        except (torch.OutOfMemoryError, torch.AcceleratorError):  # not about the problem
+            raise
         except RuntimeError as error:
-            print(f"{cell.name}: not by {name}: {str(error).splitlines()[0][-100:]}")
+            print(f"{cell.name}: not by {name}: {str(error)[-100:]}")
             return False
+        torch.cuda.synchronize()
         return True
 
     timers: dict[str, Timer] = {}

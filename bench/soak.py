@@ -3,9 +3,8 @@
     python -m bench.soak [--minutes 10] [--seed 0] [--d D ...] [--add]
 
 Every problem's first outputs are its reference; the small ones are compared with the emulator, too.
-Then random problems run on two streams at once, their outputs in memory that held NaN, and are
-compared on the device, word by word. Exits with 1 if a word differs. --d: only problems with these
-head dimensions. --add: to what the result file counts already, of an earlier part of the same soak.
+Then random problems run on two streams at once, `out` in memory that held NaN, and all outputs are
+compared on the device, word by word. Exits with 1 if a word differs.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +22,7 @@ import numpy as np
 
 import cuflash
 import emulation
-from bench.common import RESULTS, gpu, write
+from bench.common import RESULTS, added, gpu, write
 from emulation.samples import sample
 from tests.first_step import differing
 
@@ -62,9 +61,11 @@ class Problem:
     runs: int = 0
 
 
-def problems() -> Iterator[Problem]:
-    """Every shape under masks by turns, in both formats by turns."""
+def problems(chosen: Sequence[int]) -> Iterator[Problem]:
+    """Every shape of these D under masks by turns, in both formats by turns."""
     for i, (n_q, n_k, d, d_v, heads, kv_heads, batch) in enumerate(SHAPES):
+        if d not in chosen:
+            continue
         dtype = ("bfloat16", "float16")[i % 2]
         rows = {"q": (n_q, d, heads), "k": (n_k, d, kv_heads), "v": (n_k, d_v, kv_heads)}
         rows["dout"] = (n_q, d_v, heads)
@@ -102,26 +103,21 @@ def wrong(got: list[Any], want: list[Any]) -> Any:
     )
 
 
-def added(before: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
-    """Both parts of a soak, count by count."""
-    return {
-        name: added(before.get(name, {}), x) if isinstance(x, dict) else before.get(name, 0) + x
-        for name, x in figures.items()
-    }
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--d", type=int, nargs="+")
-    parser.add_argument("--add", action="store_true")
+    widths = sorted({d for _, _, d, *_ in SHAPES})
+    parser.add_argument("--minutes", type=float, default=10, help="how long problems run")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of problems")
+    parser.add_argument(
+        "--d", type=int, nargs="+", choices=widths, default=widths, help="head dimensions"
+    )
+    parser.add_argument(
+        "--add", action="store_true", help="to the result file, as a part of the same soak"
+    )
     chosen = parser.parse_args()
     # Read now: a file that is not there should not cost a soak.
     before = json.loads((RESULTS / "soak.json").read_text())["figures"] if chosen.add else {}
-    found = [x for x in problems() if chosen.d is None or x.inputs[0].shape[-1] in chosen.d]
-    if not found:
-        parser.error(f"--d: {chosen.d}: must be among {sorted({d for _, _, d, *_ in SHAPES})}")
+    found = list(problems(chosen.d))
     emulated = 0
     for problem in found:
         problem.reference = outputs(problem)

@@ -109,9 +109,8 @@ def shared_bytes(plan: Plan, d: int, d_v: int, shape: Shape) -> int:
     """Dynamic shared memory: the end of sm90::BackwardShape or WideShape."""
     keys, k, v = plan.backward.tile_n, panels(width_of(d)), panels(width_of(d_v))
     if is_wide(d, d_v):
-        return (
-            128 * (keys + 2 * shape.rows) * (k + v) + 6 * shape.rows * keys + 16 * shape.rows + 304
-        )
+        tiles = 128 * (keys + 2 * shape.rows) * (k + v) + 6 * shape.rows * keys
+        return tiles + 16 * shape.rows + 28 * 8 + 2 * 40  # barriers and words, two tiles' records
     tiles = 128 * (keys + 2 * shape.rows) * (k + v) + 4 * shape.rows * keys
     sums = 2 * parts_of(d) * part_rows(d, shape) * 64 * 4
     # LSE, delta and sums of rows; ones; barriers, tiles of two rounds, what K holds, marks.

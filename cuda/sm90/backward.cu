@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       // What of a tile one step needs is not kept for the next: 24 registers are few.
       Walk walk = {};
       auto load_step = [&] {
-        const Tile piece = Tile(tile_at(round));
+        const Tile piece(tile_at(round));
         const u32 base = ptx::opaque(ptx::shared_address(shared));
         const u32 stage = step % 2, parity = step / 2 % 2 ^ 1;
         const i32 row = walk.block * kBlockM;
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         walk = Walk::at(Tile(tile_at(round)), params.group, 0);
         const i32 end = step + Tile(tile_at(round)).steps;
         if (step < end) load_step();
-        const Tile piece = Tile(tile_at(round));
+        const Tile piece(tile_at(round));
         const u32 full = base + S::kKeysFull;
         ptx::mbarrier_wait(base + S::kKeysEmpty, round ^ 1);
         ptx::mbarrier_arrive_expect_tx(full, K::kBytes + V::kBytes);
@@ -326,7 +326,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         ptx::fence_operands(s);
       }
       if (any && (state & kInKeys) != 0)
-        specials.add_to_scores(s, piece(), walk_of(step), mine * 64, 0);
+        specials.add_to_scores(s, piece(), walk_of(step), mine * 64);
       probabilities<kSoftcap>(s, slope, base + S::kLse + (stage * kBlockM + place().column) * 4,
                               params);
       if (!plain) clear_unseen(s, seen);

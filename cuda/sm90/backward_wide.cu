@@ -44,13 +44,15 @@ __global__ void __launch_bounds__(kThreads, 1)
                                    reinterpret_cast<float*>(shared));
     return;
   }
-  // Parities, of tiles and of the steps that each stage has had in earlier ones.
+  // Of earlier tiles, in one word: bits 0 and 1 whether stage 0 and 1 have had an odd number of
+  // steps, since a tile may leave them apart; kRound how many tiles, modulo 2.
   u32 count = 0;
   constexpr u32 kRound = 4;
   auto round = [&] { return count / kRound; };
   auto parity_of = [&](i32 step) { return (step / 2 ^ count >> step % 2) % 2; };
   auto count_on = [&](i32 steps) { count ^= kRound | (steps + 1) / 2 % 2 | steps / 2 % 2 * 2; };
-  // Waits for the next tile and only then lets go of this one.
+  // Waits for the next tile and only then lets go of this one: so neither barrier can be a phase
+  // ahead of who waits for it.
   auto next_tile = [&](i32 steps) {
     ptx::mbarrier_wait(base + S::kNextFull, ptx::opaque(count) / kRound);
     __syncwarp();
@@ -95,7 +97,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
     if (lane != 0) return;
-    // One thread of each other warp. What of a tile one step needs is not kept for the next.
+    // One thread of each other warp. What of a tile one step needs is not kept for the next: 24
+    // registers are few.
     auto tile = [&] { return Tile(tile_at(round())); };
     auto next_of_one = [&](i32 steps) {
       ptx::mbarrier_wait(base + S::kNextFull, round());
@@ -177,10 +180,11 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (i32 step = 0; step < steps; ++step) {
           ptx::mbarrier_wait(base + S::kAdded + 8 * (step % 2), parity_of(step));
           const i32 found = ptx::ld_shared(base + S::kFoundAt + 4 * (step % 2));
-          const i32 mark = ptx::ld_shared(base + S::kSmallAt + 4 * (step % 2)) == step ? kSmall : 0;
+          const i32 small =
+              ptx::ld_shared(base + S::kSmallAt + 4 * (step % 2)) == step ? kSmall : 0;
           ptx::st_shared(base + S::kSmallAt + 4 * (step % 2), -1);  // not of a later tile's step
           const i32 at = ptx::ld_shared(base + S::kBlockAt + 4 * (step % 2));
-          ptx::st_release_gpu(params.turns + at, found + 1 | mark);
+          ptx::st_release_gpu(params.turns + at, found + 1 | small);
           ptx::mbarrier_arrive(base + S::kTold + 8 * (step % 2));
         }
         next_of_one(steps);
@@ -275,16 +279,16 @@ __global__ void __launch_bounds__(kThreads, 1)
                                            descriptor(ds, 16));
       ptx::wgmma_commit_group();
     };
-    auto add = [&](Accumulator<S::kPartM / 8>& share, int i, i32 step, bool in_keys) {
+    auto add = [&](Accumulator<S::kPartM / 8>& share, int i, i32 step, bool keys_too) {
       const int part = mine * S::kTake + i;
       const u32 stage = step % 2;
       if (part < S::kParts) {
-        if (in_keys)
+        if (keys_too)
           specials.add_keys(share, piece(), shared + S::kDS + stage * DS::kBytes,
                             walk_of(step).block, K::kCount == 1 ? 0 : part * kPanelCols,
                             K::kCount == 1 ? part * S::kPartM : 0);
         const bool small = holds_small(share);
-        // Behind this wait, the mark that this place held two steps ago has been read.
+        // Behind this wait, what was said here two steps ago of small numbers has been read.
         if (i == 0) ptx::mbarrier_wait(base + S::kTurnCome + 8 * stage, parity_of(step));
         if (small && lane == 0) ptx::st_shared(base + S::kSmallAt + 4 * stage, step);
         const i32 found = ptx::ld_shared(base + S::kFoundAt + 4 * stage);
@@ -332,7 +336,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (special) specials.clear_rows(mine);
         if (thread == 0) ptx::st_shared(base + S::kSpecialAt + 4 * mine, special);
       }
-      if (any && in_keys()) specials.add_to_scores(s, piece(), walk_of(step), 0, 0);
+      if (any && in_keys()) specials.add_to_scores(s, piece(), walk_of(step), 0);
       u32 p_half[kGroups / 2][4], ds_half[kGroups / 2][4];
       Seen<kGroups> seen;
       if (!plain)

@@ -97,8 +97,8 @@ struct Piece {
     if (first_key + kBlockN > band.n_k) plain_end = plain_begin;
   }
 
-  // To shared memory and from it, of which only what is used is loaded; and one of its numbers, by
-  // a whole warp.
+  // To shared memory; from it by plain loads, so that what is not used is not loaded, and all is
+  // loaded again behind a wait; and one of its numbers, by a whole warp.
   __device__ __forceinline__ void store(u32 to) const {
     static_assert(sizeof(Piece) == kBytes, "all of it");
 #pragma unroll

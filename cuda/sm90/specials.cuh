@@ -1,8 +1,8 @@
 // NaN and Inf behind a mask in the Hopper backward: 0 * NaN would carry them into rows and keys
-// that do not see them. Of K they are taken out of shared memory once, of Q and dO in each step
-// whose block a mask cuts, after S and dP have had them; whoever does see them gets them out of
-// global memory. All of this is rare, and as short as it can be. Warpgroups look at whole tiles,
-// and so decide the same where both look.
+// that do not see them. Of K they are taken out of shared memory once a tile, of Q and dO in each
+// step whose block a mask cuts, after S and dP have had them; whoever does see them gets them out
+// of global memory. All of this is rare, and as short as it can be. Who looks, looks at a whole
+// tile: where both warpgroups do, they decide the same.
 #pragma once
 
 #include "sm90/gradient.cuh"
@@ -65,7 +65,7 @@ struct Specials {
     return __any_sync(kWholeWarp, ptx::bar_red_or(kWarpgroup + mine, 128, found));
   }
 
-  // Once, when K has arrived; a warpgroup looks at all of it.
+  // When K has arrived; a warpgroup looks at all of it.
   __device__ __forceinline__ void look_at_keys() {
     in_keys = agree(finds_nonfinite<Half, S::K::kBytes, 128>(shared + S::kK, thread()));
   }
@@ -77,8 +77,7 @@ struct Specials {
     ptx::bar_sync(kBoth, kConsumers);
   }
 
-  // Whether Q or dO of a stage has some, and its end, when S and dP are there: of both warpgroups
-  // if they make them together.
+  // Whether Q or dO of a stage has some.
   template <bool kSoftcap>
   __device__ __forceinline__ bool in_rows(u32 stage) const {
     const float* const lse2 = reinterpret_cast<const float*>(shared + S::kLse) + stage * S::kBlockM;
@@ -90,6 +89,8 @@ struct Specials {
     return agree(finds_nonfinite<Half, S::Q::kBytes, 128>(q, thread()) ||
                  finds_nonfinite<Half, S::DO::kBytes, 128>(dout, thread()));
   }
+  // When S and dP of the stage are there: by both warpgroups if they make them together, else by
+  // the one that does.
   __device__ __forceinline__ void clear_rows(u32 stage) const {
     constexpr int kAll = S::kTogether ? kConsumers : 128;
     const u32 barrier = S::kTogether ? kBoth : kWarpgroup + mine;
@@ -101,13 +102,12 @@ struct Specials {
     ptx::bar_sync(barrier, kAll);
   }
 
-  // What the keys' specials do to S: columns are queries from `first_query` of the block.
+  // What the keys' specials do to S: columns are queries of the block.
   template <int kGroups>
   __device__ __forceinline__ void add_to_scores(Accumulator<kGroups>& s, const P& piece,
-                                                const Walk& walk, int first_key,
-                                                int first_query) const {
+                                                const Walk& walk, int first_key) const {
     const int lane = ptx::thread_index() % 32;
-    const i32 row = walk.block * S::kBlockM + first_query + lane % 4 * 2;
+    const i32 row = walk.block * S::kBlockM + lane % 4 * 2;
     const i32 key = piece.first_key + first_key + ptx::thread_index() % 128 / 32 * 16 + lane / 4;
     one_by_one(s, [&](float sum, int h, int column) {
       const i32 r = row + column, k_row = key + 8 * h;
@@ -123,18 +123,16 @@ struct Specials {
     });
   }
 
-  // What specials of rows do to dK or dV: their weights are halves of P or dS, which the warpgroup
-  // has just written. Columns from `first_column`.
+  // What specials of rows do to dK or dV: their weights are halves of P or dS, just written.
   template <int kGroups>
   __device__ __forceinline__ void add_rows(Accumulator<kGroups>& acc, const P& piece,
                                            const char* weights, const u16* rows, i64 row_stride,
-                                           int columns, i32 block, int first_key,
-                                           int first_column) const {
+                                           int columns, i32 block, int first_key) const {
     const int lane = ptx::thread_index() % 32;
     const i32 first_row = block * S::kBlockM;
     const int key = first_key + ptx::thread_index() % 128 / 32 * 16 + lane / 4;
     one_by_one(acc, [&](float sum, int h, int column) {
-      column += first_column + lane % 4 * 2;
+      column += lane % 4 * 2;
       if (column >= columns) return sum;
       return weighted(sum, weights, rows + first_row * row_stride + column, row_stride,
                       RowsOfKey{params.band, first_row, piece.first_key}(key + 8 * h),
@@ -150,7 +148,7 @@ struct Specials {
     const Strides& strides = of_dout ? params.dout_strides : params.q_strides;
     add_rows(acc, piece, weights,
              (of_dout ? params.dout : params.q) + strides.at(piece.batch, walk.head), strides.row,
-             of_dout ? params.d_v : params.d, walk.block, first_key, 0);
+             of_dout ? params.d_v : params.d, walk.block, first_key);
   }
 
   // What the keys' specials do to a share of dQ: rows are columns of the head from `first_column`,

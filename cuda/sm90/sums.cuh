@@ -1,5 +1,5 @@
-// dQ on its way: each tile's share goes from registers through shared memory to fp32 sums in global
-// memory, where bulk copies add it in the Plan's order.
+// dQ on its way: each tile's share is added to fp32 sums in global memory in the Plan's order, up
+// to 128 columns through shared memory by bulk copies, above from registers.
 //
 // Sums of a block of rows are kept in parts of 64 columns of the head, as in registers: part,
 // group of eight queries, thread of a warpgroup, four floats (columns c and c + 8 of two queries).

@@ -27,6 +27,10 @@ struct WideShape {
                        kP = kDO + 2 * DO::kBytes, kDS = kP + DS::kBytes,
                        kLse = kDS + 2 * DS::kBytes, kDelta = kLse + 8 * kBlockM,
                        kBarriers = kDelta + 8 * kBlockM;
+  // Barriers; then words, of a stage each: the count of a block's additions that was found, the
+  // last step with a small share, whether rows hold NaN or Inf, the block among those of all heads,
+  // of a warpgroup each: whether K does (of a CTA that converts: its tickets), of a stage: twice
+  // the block of rows, and 1 if it is cut; then the tiles of two rounds.
   static constexpr u32 kKeysFull = kBarriers, kKeysEmpty = kKeysFull + 8,
                        kNextFull = kKeysEmpty + 8, kNextEmpty = kNextFull + 8,
                        kQFull = kNextEmpty + 8, kQEmpty = kQFull + 16, kDOFull = kQEmpty + 16,
