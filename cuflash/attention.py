@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cuflash import compiler, planner
-from cuflash.launch import Launcher, launcher
+from cuflash.launch import Launcher, compile_ahead, launcher
 from cuflash.problem import (
     GpuProblem,
     check_arrays,
@@ -107,7 +107,8 @@ def attention_vjp(
     Returns (what `attention` returns, vjp), with vjp(dout, dlse=None) -> (dq, dk, dv): dout like
     out but in q's dtype, dlse float32 like lse; the gradients like q, k and v (float32 under
     numerics out="float32"). q, k, v and out must keep their values until the last call of vjp.
-    Deterministic. In half formats dq of rows whose keys have a large common mean is centred
+    Deterministic. On the GPU the gradients' kernels, where they are not compiled yet, are compiled
+    beside the forward's. In half formats dq of rows whose keys have a large common mean is centred
     (`emulation.center`). Other arguments and errors as in `attention`; vjp checks dout and dlse
     likewise.
 
@@ -267,6 +268,8 @@ class _GpuCall(_Call):
                 written = out if ready(out) else cp.empty(out.shape, out.dtype)
                 readable = p.readable()
                 in_place = readable is p
+                if gradient:
+                    compile_ahead(self.kernels, p.shapes, self.plan, p.device)  # type: ignore[arg-type]  # a module
                 self.kernels.forward(readable, self.plan, written, lse, rest)
                 if written is not out:
                     cp.copyto(out, written)

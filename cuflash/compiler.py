@@ -7,6 +7,7 @@ nor CuPy; `load` needs all three.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -447,6 +448,22 @@ def kernels(wanted: Sequence[Wanted], number: int | None = None) -> list[Any]:
         _kernels.update({(on, each): function for each, function in ready.items()})
         found = [ready.get(each, known) for each, known in zip(wanted, found, strict=True)]
     return found
+
+
+def ahead(wanted: Sequence[Wanted], number: int) -> None:
+    """Starts to compile what `kernels` will be asked for on this device, each kernel in a thread of
+    its own, and does not wait: who asks while it is compiled waits for the rest. An error is
+    dropped, since `kernels` then finds it, too. Raises MissingError for a device that has none.
+    """
+    arch = f"sm_{capability(number)}"
+    for each in wanted:
+        if (number, each) not in _kernels:
+            threading.Thread(target=_in_silence, args=(each, arch)).start()
+
+
+def _in_silence(wanted: Wanted, arch: str) -> None:
+    with contextlib.suppress(Exception):
+        _on_disk(wanted, arch)
 
 
 def _allowed(function: Any, shared: int) -> Any:

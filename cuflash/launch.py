@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import struct
@@ -10,9 +11,10 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
-from cuflash.compiler import cupy, kernels
+from cuflash.compiler import Wanted, ahead, cupy, kernels
 from cuflash.problem import GpuProblem, element_strides
 from emulation.plan import Plan
+from emulation.problem import Problem
 
 
 class Instantiation(NamedTuple):
@@ -51,7 +53,7 @@ def run(
     Where the stream is being captured, these arrays' memory is never given back: else whoever gets
     it next would find it overwritten by a replay.
     """
-    functions = kernels([(*each.instantiation, each.shared) for each in launches], device)
+    functions = kernels(_wanted(launches), device)
     stream = cupy().cuda.get_current_stream()
     if stream.ptr not in (0, 1) and stream.is_capturing():  # the legacy stream cannot be captured
         _captured.extend(x for x in touched if x is not None)
@@ -62,6 +64,19 @@ def run(
 #: Codes of `struct` for the scalars of parameter structs.
 CODES = {np.dtype(np.uint64): "Q", np.dtype(np.int64): "q", np.dtype(np.int32): "i"}
 CODES |= {np.dtype(np.uint32): "I", np.dtype(np.float32): "f"}
+
+
+def _wanted(launches: Sequence[Launch]) -> list[Wanted]:
+    return [(*each.instantiation, each.shared) for each in launches]
+
+
+@functools.lru_cache(maxsize=256)
+def compile_ahead(family: Launcher, problem: Problem, plan: Plan, device: int) -> None:
+    """Starts to compile the backward's kernels, so that a forward whose gradient will be asked for
+    compiles its own beside them. Does not wait; what is wrong, the backward says when it is called.
+    """
+    with contextlib.suppress(ValueError):
+        ahead(_wanted(family.backward_launches(problem, plan, device)), device)
 
 
 def _scalars(dtype: np.dtype[Any], start: int = 0) -> Iterator[tuple[int, np.dtype[Any]]]:
@@ -148,6 +163,9 @@ class Launcher(Protocol):
         dout (B, H, N_q, D_v) in the input format; dlse (B, H, N_q) float32, contiguous, or None;
         out, rest and lse as the forward left them (lse -inf where a row saw nothing).
         """
+
+    def backward_launches(self, problem: Problem, plan: Plan, device: int) -> Sequence[Launch]:
+        """What `backward` runs. Raises its ValueErrors about the Plan."""
 
     def instantiations(self) -> Iterable[Instantiation]:
         """A representative list, for compiling without a GPU."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cuflash import sm80_backward, sm80_float32, sm80_forward
-from cuflash.launch import Instantiation
+from cuflash.launch import Instantiation, Launch
 from cuflash.problem import GpuProblem
 from emulation.plan import Plan
+from emulation.problem import Problem
 
 
 def forward(problem: GpuProblem, plan: Plan, out: Any, lse: Any, rest: Any | None) -> None:
@@ -32,6 +33,13 @@ def backward(
     """See `launch.Launcher.backward`."""
     module = sm80_float32 if plan.format == "float32" else sm80_backward
     module.backward(problem, plan, dout, dlse, out, rest, lse, dq, dk, dv)
+
+
+def backward_launches(problem: Problem, plan: Plan, device: int) -> Sequence[Launch]:
+    """See `launch.Launcher.backward_launches`."""
+    module = sm80_float32 if plan.format == "float32" else sm80_backward
+    found: Sequence[Launch] = module.backward_launches(problem, plan, device)
+    return found
 
 
 def instantiations() -> Iterable[Instantiation]:

@@ -243,6 +243,11 @@ def backward(
     run(found.launches, (ones, params), p.device, touched)
 
 
+def backward_launches(problem: Problem, plan: Plan, device: int) -> Sequence[Launch]:
+    """See `launch.Launcher.backward_launches`."""
+    return _prepared(problem, plan, Limits.of_device(device)).launches
+
+
 @dataclass(frozen=True)
 class _Prepared:
     """What a backward needs beside its arrays: launches, the tails of both structs, elements of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -181,6 +181,11 @@ def backward(
     params = packed(GRADIENT_PARAMS, arrays, work, tail)
     touched = (*arrays, *work, out, lse, dlse)
     run(launches, [ones] + [params] * len(GRADIENTS), p.device, touched)
+
+
+def backward_launches(problem: Problem, plan: Plan, device: int) -> Sequence[Launch]:
+    """See `launch.Launcher.backward_launches`."""
+    return _prepared_backward(problem, plan, shared_memory(device)[0])[0]
 
 
 @functools.lru_cache(maxsize=256)

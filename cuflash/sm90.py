@@ -4,17 +4,18 @@ runs; else that of cuda/sm80.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cuflash import sm80_backward, sm90_backward, sm90_forward
-from cuflash.launch import Instantiation
+from cuflash.launch import Instantiation, Launch
 from cuflash.planner import runs_hopper_backward
 from cuflash.problem import GpuProblem
 from cuflash.sm90_forward import forward
 from emulation.plan import Plan
+from emulation.problem import Problem
 
-__all__ = ["backward", "forward", "instantiations"]
+__all__ = ["backward", "backward_launches", "forward", "instantiations"]
 
 
 def backward(
@@ -33,6 +34,13 @@ def backward(
     own = runs_hopper_backward(problem.shapes, plan)
     launch = sm90_backward.backward if own else sm80_backward.backward
     launch(problem, plan, dout, dlse, out, rest, lse, dq, dk, dv)
+
+
+def backward_launches(problem: Problem, plan: Plan, device: int) -> Sequence[Launch]:
+    """See `launch.Launcher.backward_launches`."""
+    module = sm90_backward if runs_hopper_backward(problem, plan) else sm80_backward
+    found: Sequence[Launch] = module.backward_launches(problem, plan, device)
+    return found
 
 
 def instantiations() -> Iterable[Instantiation]:

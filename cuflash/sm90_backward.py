@@ -5,7 +5,7 @@ sums that tiles of keys add in the Plan's order, and the conversion of those sum
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -234,6 +234,11 @@ def backward(
     params[len(maps) : len(maps) + FIELDS.itemsize] = fields.tobytes()
     touched = (p.q, p.k, p.v, dout, out, rest, lse, dq, dk, dv, *work)
     run(found.launches, (ones, np.frombuffer(params, PARAMS)), p.device, touched)
+
+
+def backward_launches(problem: Problem, plan: Plan, device: int) -> Sequence[Launch]:
+    """See `launch.Launcher.backward_launches`."""
+    return _prepared(problem, plan, None, multiprocessors(device)).launches
 
 
 def instantiations() -> Iterable[Instantiation]:

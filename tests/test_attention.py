@@ -292,6 +292,22 @@ def test_gpu_arrays_reach_the_launcher(
     assert launcher.calls == ["forward", "forward" if wide else "forward with rest", "backward"]
 
 
+def test_a_gradient_is_compiled_beside_its_forward(launcher: fake_cupy.Launcher) -> None:
+    x = on_gpu(np.ones((2, 5, 16), np.float16))
+    cuflash.attention(x, x, x)
+    assert launcher.ahead == []
+    for _ in range(2):
+        cuflash.attention_vjp(x, x, x)
+        assert [(p.n_q, p.d) for p in launcher.ahead] == [(5, 16)]
+    cuflash.attention_vjp(x[:, :3], x, x)
+    assert len(launcher.ahead) == 2
+    launcher.refuses = True
+    out, _ = cuflash.attention_vjp(x[:, :2], x, x)  # the backward would say so
+    assert out.shape == (2, 2, 16)
+    cuflash.attention_vjp(x[:, :0], x, x)
+    assert len(launcher.ahead) == 3
+
+
 def test_strides_are_read_in_place(launcher: fake_cupy.Launcher) -> None:
     buffer = np.random.default_rng(0).standard_normal((2, 30, 3, 4, 16)).astype(np.float16)
     q, k, v = (on_gpu(buffer[:, :, i]) for i in range(3))

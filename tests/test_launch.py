@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -182,6 +183,33 @@ def driver(
 
 
 WANTED: compiler.Wanted = ("scale.cu", "cuflash::test::scale<float, 3>", (), 60_000)
+
+
+def test_a_kernel_that_is_compiled_ahead_is_waited_for(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, begun, go_on, runs = compiler._compile, threading.Event(), threading.Event(), []
+
+    def slow(*args: Any) -> Any:
+        runs.append(args[3])
+        begun.set()
+        assert go_on.wait(60)
+        return real(*args)
+
+    monkeypatch.setattr(compiler, "_compile", slow)
+    compiler.ahead([WANTED], 0)
+    assert begun.wait(60)
+    threading.Timer(0.1, go_on.set).start()
+    assert len(compiler.kernels([WANTED])) == 1
+    compiler.ahead([WANTED], 0)
+    assert runs == [WANTED[1]]
+
+
+def test_what_fails_ahead_fails_when_it_is_asked_for(driver: Driver) -> None:
+    wanted: compiler.Wanted = ("scale.cu", "cuflash::test::nothing<float>", (), 0)
+    compiler.ahead([wanted], 0)
+    with pytest.raises(compiler.CompileError, match="nothing"):
+        compiler.kernels([wanted])
 
 
 def test_a_kernel_is_loaded_once_a_device(driver: Driver) -> None:
