@@ -235,6 +235,7 @@ _key_locks: dict[tuple[Any, ...], threading.Lock] = {}
 _compiled: dict[tuple[Any, ...], Compiled] = {}
 _functions: dict[tuple[int, Path, str], Any] = {}
 _kernels: dict[tuple[int, Wanted], Any] = {}
+_begun: set[tuple[str, Wanted]] = set()  # compiled ahead, by architecture
 # All four hold instantiations, of which there are finitely many; nothing is held per shape.
 
 
@@ -245,6 +246,7 @@ def forget() -> None:
         _compiled.clear()
         _functions.clear()
         _kernels.clear()
+        _begun.clear()
 
 
 def compile_kernel(
@@ -451,14 +453,17 @@ def kernels(wanted: Sequence[Wanted], number: int | None = None) -> list[Any]:
 
 
 def ahead(wanted: Sequence[Wanted], number: int) -> None:
-    """Starts to compile what `kernels` will be asked for on this device, each kernel in a thread of
-    its own, and does not wait: who asks while it is compiled waits for the rest. An error is
-    dropped, since `kernels` then finds it, too. Raises MissingError for a device that has none.
+    """Starts to compile what `kernels` will be asked for on device `number`, each kernel once and
+    in a thread of its own, and does not wait: who asks while it is compiled waits for the rest, and
+    so does a process that ends. An error is dropped, since `kernels` finds it, too. Thread safe.
+    Raises MissingError as `capability` does.
     """
     arch = f"sm_{capability(number)}"
-    for each in wanted:
-        if (number, each) not in _kernels:
-            threading.Thread(target=_in_silence, args=(each, arch)).start()
+    with _lock:
+        new = {(arch, each) for each in wanted if (number, each) not in _kernels} - _begun
+        _begun.update(new)
+    for _, each in new:
+        threading.Thread(target=_in_silence, args=(each, arch)).start()
 
 
 def _in_silence(wanted: Wanted, arch: str) -> None:

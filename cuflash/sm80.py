@@ -31,15 +31,18 @@ def backward(
     dv: Any,
 ) -> None:
     """See `launch.Launcher.backward`."""
-    module = sm80_float32 if plan.format == "float32" else sm80_backward
-    module.backward(problem, plan, dout, dlse, out, rest, lse, dq, dk, dv)
+    _gradients(plan).backward(problem, plan, dout, dlse, out, rest, lse, dq, dk, dv)
 
 
 def backward_launches(problem: Problem, plan: Plan, device: int) -> Sequence[Launch]:
     """See `launch.Launcher.backward_launches`."""
-    module = sm80_float32 if plan.format == "float32" else sm80_backward
-    found: Sequence[Launch] = module.backward_launches(problem, plan, device)
+    found: Sequence[Launch] = _gradients(plan).backward_launches(problem, plan, device)
     return found
+
+
+def _gradients(plan: Plan) -> Any:
+    """The module of a Plan's backward."""
+    return sm80_float32 if plan.format == "float32" else sm80_backward
 
 
 def instantiations() -> Iterable[Instantiation]:

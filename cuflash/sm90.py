@@ -31,16 +31,19 @@ def backward(
     dv: Any,
 ) -> None:
     """See `launch.Launcher.backward`."""
-    own = runs_hopper_backward(problem.shapes, plan)
-    launch = sm90_backward.backward if own else sm80_backward.backward
-    launch(problem, plan, dout, dlse, out, rest, lse, dq, dk, dv)
+    module = _gradients(problem.shapes, plan)
+    module.backward(problem, plan, dout, dlse, out, rest, lse, dq, dk, dv)
 
 
 def backward_launches(problem: Problem, plan: Plan, device: int) -> Sequence[Launch]:
     """See `launch.Launcher.backward_launches`."""
-    module = sm90_backward if runs_hopper_backward(problem, plan) else sm80_backward
-    found: Sequence[Launch] = module.backward_launches(problem, plan, device)
+    found: Sequence[Launch] = _gradients(problem, plan).backward_launches(problem, plan, device)
     return found
+
+
+def _gradients(problem: Problem, plan: Plan) -> Any:
+    """The module of a problem's backward."""
+    return sm90_backward if runs_hopper_backward(problem, plan) else sm80_backward
 
 
 def instantiations() -> Iterable[Instantiation]:

@@ -178,7 +178,10 @@ def driver(
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(compiler, "source_dir", lambda: Path(__file__).parent / "kernels")
     compiler.forget()
+    others = set(threading.enumerate())
     yield Driver(monkeypatch)
+    for thread in set(threading.enumerate()) - others:
+        thread.join()  # what is compiled ahead does not reach into the next test
     compiler.forget()
 
 
@@ -203,6 +206,17 @@ def test_a_kernel_that_is_compiled_ahead_is_waited_for(
     assert len(compiler.kernels([WANTED])) == 1
     compiler.ahead([WANTED], 0)
     assert runs == [WANTED[1]]
+
+
+def test_a_kernel_is_compiled_ahead_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many shapes ask for it before it is used."""
+    asked: list[Any] = []
+    monkeypatch.setattr(compiler, "_in_silence", lambda *each: asked.append(each))
+    other: compiler.Wanted = ("scale.cu", "cuflash::test::scale<float, 4>", (), 0)
+    for wanted in ([WANTED], [WANTED, other], [other, WANTED]):
+        compiler.ahead(wanted, 0)
+    compiler.ahead([WANTED], 1)  # of the same architecture
+    assert sorted(asked) == sorted((each, "sm_90") for each in (WANTED, other))
 
 
 def test_what_fails_ahead_fails_when_it_is_asked_for(driver: Driver) -> None:

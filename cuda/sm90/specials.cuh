@@ -123,13 +123,18 @@ struct Specials {
     });
   }
 
-  // What specials of rows do to dK or dV: their weights are halves of P or dS, just written.
+  // What specials of rows of dO do to dV, or of Q to dK: their weights are halves of P or dS, just
+  // written. first_key: the first of the accumulators in the tile.
   template <int kGroups>
-  __device__ __forceinline__ void add_rows(Accumulator<kGroups>& acc, const P& piece,
-                                           const char* weights, const u16* rows, i64 row_stride,
-                                           int columns, i32 block, int first_key) const {
+  __device__ __forceinline__ void add_rows_of(Accumulator<kGroups>& acc, const P& piece,
+                                              const char* weights, const Walk& walk, int first_key,
+                                              bool of_dout) const {
+    const Strides& strides = of_dout ? params.dout_strides : params.q_strides;
+    const u16* const rows = (of_dout ? params.dout : params.q) + strides.at(piece.batch, walk.head);
+    const i64 row_stride = strides.row;
+    const int columns = of_dout ? params.d_v : params.d;
     const int lane = ptx::thread_index() % 32;
-    const i32 first_row = block * S::kBlockM;
+    const i32 first_row = walk.block * S::kBlockM;
     const int key = first_key + ptx::thread_index() % 128 / 32 * 16 + lane / 4;
     one_by_one(acc, [&](float sum, int h, int column) {
       column += lane % 4 * 2;
@@ -138,17 +143,6 @@ struct Specials {
                       RowsOfKey{params.band, first_row, piece.first_key}(key + 8 * h),
                       min(S::kBlockM, params.band.n_q - first_row), key + 8 * h, true);
     });
-  }
-
-  // The same of dO to dV or of Q to dK. first_key: the first of the accumulators in the tile.
-  template <int kGroups>
-  __device__ __forceinline__ void add_rows_of(Accumulator<kGroups>& acc, const P& piece,
-                                              const char* weights, const Walk& walk, int first_key,
-                                              bool of_dout) const {
-    const Strides& strides = of_dout ? params.dout_strides : params.q_strides;
-    add_rows(acc, piece, weights,
-             (of_dout ? params.dout : params.q) + strides.at(piece.batch, walk.head), strides.row,
-             of_dout ? params.d_v : params.d, walk.block, first_key);
   }
 
   // What the keys' specials do to a share of dQ: rows are columns of the head from `first_column`,
