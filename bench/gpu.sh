@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# The standing GPU run: tests that need a GPU, the recorded bits, the count of bits, memory, host
-# time, the sanitizer, speed. Results go to bench/results/.
+# The standing GPU run: the first calls, tests that need a GPU, the recorded bits, the count of
+# bits, memory, host time, the sanitizer, speed. Results go to bench/results/.
 #
-#     bash bench/gpu.sh [tests|golden|bits|identical|memory|host|gradients|sanitizer|speed|soak|claims|explain ...]
+#     bash bench/gpu.sh [first_call|tests|golden|bits|identical|memory|host|gradients|sanitizer|speed|
+#                        soak|claims|explain ...]
 #
 # Without an argument all but soak, claims and explain. CUFLASH_CAPTURES names a folder of captures
 # for the count of bits, the gradients, the claims and explain.
@@ -10,7 +11,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p bench/results
-parts="${*:-tests golden bits identical memory host gradients sanitizer speed}"
+parts="${*:-first_call tests golden bits identical memory host gradients sanitizer speed}"
 status=0
 
 tests() {
@@ -20,11 +21,18 @@ tests() {
   local run=(python3 -m pytest -m gpu -o addopts= -o filterwarnings= -q -rfEs)
   # What takes the time of compiling, or other kernels off the GPU, runs by itself.
   local alone="first_call or few_multiprocessors"
-  "${run[@]}" -k "$alone" tests/test_gpu_calls.py tests/test_sm90_backward.py || return 1
+  local failed=0
+  "${run[@]}" -k "$alone" tests/test_gpu_calls.py tests/test_sm90_backward.py || failed=1
   run+=("${parallel[@]}")
-  grep -l "mark.gpu" tests/test_*.py | xargs "${run[@]}" -k "not ($alone)" || return 1
+  grep -l "mark.gpu" tests/test_*.py | xargs "${run[@]}" -k "not ($alone)" || failed=1
   # The portable kernels, where a Hopper would take its own.
-  CUFLASH_KERNELS=sm80 "${run[@]}" tests/test_sm80_*.py tests/test_bugs_gpu.py
+  CUFLASH_KERNELS=sm80 "${run[@]}" tests/test_sm80_*.py tests/test_bugs_gpu.py || failed=1
+  return "$failed"
+}
+
+first_call() {
+  # Seconds of the first calls; wants a host that does nothing else.
+  python3 -W ignore -m bench.first_call
 }
 
 golden() {

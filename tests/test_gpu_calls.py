@@ -4,10 +4,6 @@ calls take, and how long the first call takes.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +14,11 @@ import numpy as np
 import pytest
 
 import cuflash
+from bench.first_call import first_calls
 from tests import fake_cupy
 from tests.gpu_memory import BLOCK, measured
 
 gpu = pytest.mark.gpu
-ROOT = Path(__file__).parent.parent
 
 SHAPES = {"q": (2, 4, 37, 16), "k": (2, 2, 70, 16), "v": (2, 2, 70, 24), "out": (2, 4, 37, 24)}
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -229,36 +225,6 @@ def test_peak_memory(n: int, dtype: str) -> None:
 
 # -- the first call
 
-FIRST_CALL = """
-import json, time
-import cupy, numpy
-import cuflash
-from cuflash import compiler, sm80
-compiler.nvrtc()
-x = cupy.zeros((2, 200, 128), numpy.float16)
-(x + x).sum()
-cupy.cuda.Device().synchronize()
-times = []
-def timed(call):
-    start = time.perf_counter()
-    result = call()
-    times.append(time.perf_counter() - start)
-    return result
-_, vjp = timed(lambda: cuflash.attention_vjp(x, x, x, causal=True))
-timed(lambda: vjp(x))
-cupy.cuda.Device().synchronize()
-print(json.dumps(times))
-"""
-
-
-def first_calls(directory: Path) -> list[float]:
-    """Seconds of the first forward and of the first backward in a new process."""
-    environment = {**os.environ, "CUFLASH_CACHE_DIR": str(directory), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", "-c", FIRST_CALL]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return [float(x) for x in json.loads(done.stdout.splitlines()[-1])]
-
 
 @gpu
 def test_first_call_and_later_processes(tmp_path: Path) -> None:
@@ -267,8 +233,8 @@ def test_first_call_and_later_processes(tmp_path: Path) -> None:
     cold, warm = [], []
     for _ in range(3):
         directory = Path(tempfile.mkdtemp(dir=tmp_path))
-        cold.append(first_calls(directory))
-        warm.append(first_calls(directory))
+        cold.append(first_calls(directory, 128))
+        warm.append(first_calls(directory, 128))
         assert list(directory.glob("*.cubin"))
     for i, what in enumerate(("forward", "backward")):
         assert min(x[i] for x in cold) <= 3.0, (what, cold)
