@@ -27,7 +27,7 @@ from cuflash.sm80_backward import (
 from cuflash.sm80_forward import BAND, HALVES, STRIDES, check_plan, flag
 from cuflash.sm90_forward import is_masked, panels, width_of
 from cuflash.tensor_map import BYTES as MAP_BYTES
-from cuflash.tensor_map import tensor_map
+from cuflash.tensor_map import tensor_maps
 from emulation.center import is_centered
 from emulation.plan import BackwardPlan, Numerics, Plan
 from emulation.problem import Problem
@@ -220,10 +220,7 @@ def backward(
     counts = cp.zeros(found.blocks + 2, np.int32)
     halves = plan.numerics.out == "input"
     mapped = (p.q, p.k, p.v, dout, dk if halves else None, dv if halves else None)
-    maps = b"".join(
-        bytes(MAP_BYTES) if x is None else tensor_map(x, plan.format, n)
-        for x, n in zip(mapped, found.boxes, strict=True)
-    )
+    maps = tensor_maps(mapped, plan.format, found.boxes)
     centered = cp.empty(centered_words(p.shapes), np.uint32) if found.row_sums else None
     plain = (lse, dlse, lse2, delta, centered)
     ones = packed(DELTA_PARAMS, (dout, out, rest, p.k), plain, found.tails[0])

@@ -24,7 +24,7 @@ from cuflash.sm80_forward import (
     flag,
 )
 from cuflash.tensor_map import BYTES as MAP_BYTES
-from cuflash.tensor_map import tensor_map
+from cuflash.tensor_map import tensor_maps
 from emulation.plan import Numerics, Plan
 from emulation.problem import Problem
 
@@ -242,10 +242,7 @@ def forward(
     launch, rows, tail = _prepared(p.shapes, plan, schedule, p.device)
     staged = plan.numerics.out == "input" and is_staged(p.d_v)
     mapped = (p.q, p.k, p.v, out if staged else None, rest if staged else None)
-    maps = b"".join(
-        bytes(MAP_BYTES) if x is None else tensor_map(x, plan.format, n)
-        for x, n in zip(mapped, rows, strict=True)
-    )
+    maps = tensor_maps(mapped, plan.format, rows)
     handed_out = counter(p.device)
     fields = packed(FIELDS, (p.v, out, rest), (lse, handed_out), tail)
     params = bytearray(PARAMS.itemsize)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 BYTES = 128
@@ -23,9 +24,15 @@ def driver() -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _encoded(
-    pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], fmt: str, rows: int
+    pointer: int, lengths: tuple[int, ...], steps: tuple[int, ...], fmt: str, rows: int
 ) -> bytes:
-    """The map; a pure function of its arguments, so that calls on the same arrays share it."""
+    """The map; a pure function of its arguments, so that calls on the same arrays share it.
+    lengths, steps: an array's shape and strides.
+    """
+    shape = lengths[::-1]
+    # The stride of an axis of one is free; the driver wants a multiple of 16.
+    outer = zip(steps[-2::-1], lengths[-2::-1], strict=True)
+    strides = tuple(s if n > 1 else 16 for s, n in outer)
     room = ctypes.create_string_buffer(BYTES + 63)
     aligned = ctypes.addressof(room) + -ctypes.addressof(room) % 64
     axes = len(shape)
@@ -57,8 +64,14 @@ def tensor_map(x: Any, fmt: str, rows: int) -> bytes:
     contiguous, its address and other strides multiples of 16 bytes (`problem.ready`). Raises
     RuntimeError with the driver's number and the shape.
     """
-    shape = tuple(int(n) for n in reversed(x.shape))
-    # The stride of an axis of one is free; the driver wants a multiple of 16.
-    outer = zip(x.strides[2::-1], x.shape[2::-1], strict=True)
-    strides = tuple(int(s) if n > 1 else 16 for s, n in outer)
-    return _encoded(int(x.data.ptr), shape, strides, fmt, rows)
+    return _encoded(x.data.ptr, x.shape, x.strides, fmt, rows)
+
+
+def tensor_maps(arrays: Sequence[Any], fmt: str, rows: Sequence[int]) -> bytes:
+    """The maps of several arrays one after the other; of None, zeros."""
+    return b"".join(
+        [
+            bytes(BYTES) if x is None else tensor_map(x, fmt, n)
+            for x, n in zip(arrays, rows, strict=True)
+        ]
+    )

@@ -7,6 +7,7 @@ keys, the band [lo[i], hi[i]); so a mask is two integer vectors and never an N x
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ LEAST, MOST_SCALE = -126, 127
 MOST_SOFTCAP = 16
 
 
+@functools.lru_cache(maxsize=64)
 def dtype_name(dtype: Any) -> str:
     """The canonical name of an array dtype ("bfloat16" for ml_dtypes.bfloat16)."""
     return str(np.dtype(dtype).name)
