@@ -11,7 +11,7 @@ from emulation.plan import TILE_N as TILE_N_HOPPER
 from emulation.plan import BackwardPlan, Numerics, Plan, default_center, default_plan
 from emulation.problem import Problem
 
-#: Rule of the tensor core (`emulation.tensor_core.RULES`) by architecture. sm_120 has no
+#: Rule of the tensor core (`emulation.rules.RULES`) by architecture. sm_120 has no
 #: rule of its own yet and takes Blackwell's.
 RULES = {
     "sm80": "sm80",

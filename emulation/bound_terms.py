@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from emulation import tensor_core, wide
+from emulation import rules, tensor_core, wide
 from emulation.formats import BFLOAT16, FLOAT32, FORMATS, Format
 from emulation.plan import C, Plan
 from emulation.problem import Array, Problem
@@ -91,7 +91,7 @@ class Product:
             return Product(1, 0.0, U, TINY, TINY, f)
         if f is FLOAT32:
             f, passes = BFLOAT16, len(wide.PRODUCTS)
-        rule = tensor_core.Step.of(tensor_core.RULES[arch], f, step)
+        rule = rules.Step.of(rules.RULES[arch], f, step)
         lost = 2.0**-rule.fraction_bits
         align = rule.length * lost
         # The accumulator's subnormals count as 2^-126, nothing as less than 2^zero_exponent.

@@ -20,7 +20,7 @@ from numba import types
 from numba.extending import intrinsic
 
 if TYPE_CHECKING:
-    from emulation.tensor_core import Step
+    from emulation.rules import Step
 
 WORKERS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 #: Elements (or products) per task below which a second thread costs more than it saves.

@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from emulation import tensor_core
 from emulation.arguments import echo, one_of
 from emulation.problem import Problem, check_problem
+from emulation.rules import RULES
 
 #: How c = scale log2 e is rounded: see `Plan.c`.
 C = Literal["once", "float scale", "floats"]
@@ -228,7 +228,7 @@ class Plan:
     algorithm: Literal["tiled", "unfused"] = "tiled"
     #: Format of q, k, v, and of P unless it is split.
     format: Literal["float16", "bfloat16", "float32"] = "bfloat16"
-    #: Whose tensor-core rule (`tensor_core.RULES`).
+    #: Whose tensor-core rule (`rules.RULES`).
     arch: str = "sm90"
     #: Products added at once; None is the architecture's own (16 on sm90; m16n8k8 has 8).
     step: int | None = None
@@ -289,7 +289,7 @@ class Plan:
                     f"plan.{name}: got {echo(getattr(self, name))}, must be a {kind.__name__}"
                 )
         _check_choices(self, "plan")
-        one_of("plan.arch", self.arch, tensor_core.RULES)
+        one_of("plan.arch", self.arch, RULES)
         if self.step is not None and not 1 <= _hold_integer(self, "step", "plan.step") <= 256:
             raise ValueError(f"plan.step: got {echo(self.step)}, must be 1 to 256, or None")
         _hold_tile(self, "tile_n", "plan.tile_n")

@@ -15,6 +15,7 @@ import cuflash
 import emulation
 from cuflash import planner
 from cuflash.problem import GpuProblem, element_strides, overlap, overlaps_itself, swapped
+from emulation.rules import RULES
 from tests import fake_cupy
 from tests.fake_cupy import on_gpu
 
@@ -413,7 +414,7 @@ def test_plan_of_the_sm80_kernels(
     q, k, v = (on_gpu(x) for x in arrays(d=d, d_v=8))
     plan = planner.plan_for(GpuProblem.of(q, k, v), arch, {"p": "split"})
     assert plan.tile_n == tile_n
-    assert plan.arch in emulation.tensor_core.RULES
+    assert plan.arch in RULES
     assert plan.numerics.p == "split"
 
 

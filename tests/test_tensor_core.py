@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from emulation import rounding, tensor_core
+from emulation import rounding, rules, tensor_core
 from emulation.formats import FORMATS, format_of
 from emulation.rounding import Backend
-from emulation.tensor_core import NAN_BITS, RULES, Output, dot_scalar, fma_chain, mma
+from emulation.rules import RULES, Output
+from emulation.tensor_core import NAN_BITS, dot_scalar, fma_chain, mma
 from tests.foreign import Foreign, foreign_arrays
 
 GOLDEN = Path(__file__).parent / "golden" / "tensor_core_h200.npz"
@@ -83,8 +84,8 @@ def test_other_array_modules_get_the_same_bits(golden: dict[str, Array], prefix:
         assert wrong(got, d) == 0
 
 
-def variants(rule: tensor_core.Rule) -> dict[str, tuple[tensor_core.Rule, int | None]]:
-    def bits(n: int) -> tensor_core.Rule:
+def variants(rule: rules.Rule) -> dict[str, tuple[rules.Rule, int | None]]:
+    def bits(n: int) -> rules.Rule:
         return replace(rule, fraction_bits=dict.fromkeys(rule.fraction_bits, n))
 
     return {"F=24": (bits(24), None), "F=26": (bits(26), None), "two steps of 8": (rule, 8)}
@@ -106,8 +107,8 @@ def test_wrong_roundings_do_not_reproduce_the_hardware(
     golden: dict[str, Array], prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b, c, d = recorded(golden, prefix, "normal")
-    of = tensor_core.Step.of
-    monkeypatch.setattr(tensor_core.Step, "of", lambda *x, **k: replace(of(*x, **k), nearest=True))
+    of = rules.Step.of
+    monkeypatch.setattr(rules.Step, "of", lambda *x, **k: replace(of(*x, **k), nearest=True))
     assert wrong(mma(a, b, c, backend="numpy"), d) > 1000  # nearest at the end
     monkeypatch.undo()
     monkeypatch.setattr(np, "trunc", np.rint)
