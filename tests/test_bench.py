@@ -17,5 +17,5 @@ def test_parts_of_a_measurement_add_up() -> None:
 
 def test_the_soak_counts_every_run() -> None:
     figures = json.loads((RESULTS / "soak.json").read_text())["figures"]
-    assert sum(figures["problems"].values()) == figures["runs"]
+    assert sum(figures["problems"].values()) == figures["runs"] > 0
     assert figures["differing"] == figures["differing from the emulator"] == 0
