@@ -236,7 +236,7 @@ _compiled: dict[tuple[Any, ...], Compiled] = {}
 _functions: dict[tuple[int, Path, str], Any] = {}
 _kernels: dict[tuple[int, Wanted], Any] = {}
 _begun: set[tuple[str, Wanted]] = set()  # compiled ahead, by architecture
-# All four hold instantiations, of which there are finitely many; nothing is held per shape.
+# All hold instantiations, of which there are finitely many; nothing is held per shape.
 
 
 def forget() -> None:

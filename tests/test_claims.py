@@ -214,8 +214,9 @@ def test_training() -> None:
 def test_training_is_judged_by_the_spread_of_other_batches() -> None:
     """Losses as they come out of runs: what passes is within what other batches change."""
     claim, f = figures(10)
-    if not f["measured"]:
+    if importlib.util.find_spec("torch") is None:
         pytest.skip("needs PyTorch")
+    assert f["measured"]
     names = list(f["variants"])
 
     def concluded(flash: float, window: float) -> Any:
